@@ -14,15 +14,13 @@ import pytest
 from tests.test_layers import SOURCES, TREE, imports, modules, owner
 
 FOLDERS = {"diesel_server": "server", "dlcmd": "cli", "diesel_kubernetes": "kubernetes"}
-"""The folders of the programs' tests; the tests of `diesel_fs.x.y` are in `tests/x/y`, or
-`tests/x`.
-"""
+"""The tests of `diesel_fs.x.y` are in `tests/x/y`, or `tests/x`."""
 
 EVERYTHING = "tests"
 
 
 def changed_files(commit: str) -> list[str]:
-    """The files that differ between a commit and the working tree, new ones included."""
+    """New files are included."""
     listing = (["diff", "--name-only", commit], ["ls-files", "--others", "--exclude-standard"])
     found = []
     for words in listing:
@@ -32,7 +30,7 @@ def changed_files(commit: str) -> list[str]:
 
 
 def folders(changed: Iterable[str]) -> set[str]:
-    """The folders of tests (as `tests/peers`) that changed files reach."""
+    """Return folders such as `tests/peers`."""
     found, reached = set(), set()
     known = {str(path.relative_to(TREE)): name for name, path in modules().items()}
     for each in map(PurePosixPath, changed):
@@ -48,7 +46,6 @@ def folders(changed: Iterable[str]) -> set[str]:
 
 
 def _with_importers(reached: set[str]) -> set[str]:
-    """These modules and all that import them, directly or not."""
     paths = modules()
     importers: dict[str, set[str]] = {}
     for name, path in paths.items():

@@ -2,8 +2,6 @@
 
 
 class ManualClock:
-    """Stands in for `time.monotonic` and `time.time`."""
-
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s
 

@@ -1,20 +1,19 @@
 """Counts the costs of each test, and prints which folders and tests take the time of a run.
 
-A pytest plugin (`tests/conftest.py` loads it) adds to each test's report the processor time of the
-test with all processes that it started, and the numbers of programs, mounts, processes that import
-torch, and servers that it started. `pytest --junitxml=FILE` keeps them; `python -m tests.costs
-FILE` prints them by folder and by kind of cost, with the slowest tests. `.ci/run` prints that for
-each run.
+A pytest plugin (`tests/conftest.py` loads it) adds to each test's report the processor time of
+the test with all processes that it started, and the numbers of programs, mounts, processes that
+import torch, and servers that it started. `pytest --junitxml=FILE` keeps them; `python -m
+tests.costs FILE` prints them by folder and by kind of cost, with the slowest tests. `.ci/run`
+prints that for each run.
 
-Processor time is read from a control group that each pytest process makes for itself. If it may not
-make one, only processes that have ended are counted.
+Processor time is read from a control group that each pytest process makes for itself. If it may
+not make one, only processes that have ended are counted.
 
 Counts hardly depend on how busy the machine is, so they guard the suite against growth:
-`tests/budget.json` has the programs, mounts and torch processes that each folder may start in the
-fast tier, and `python -m tests.costs --check FILE` fails beyond them. If a change needs more,
-`--write` writes the table anew, with some room for tests that start programs until something has
-happened. Programs and daemons that a test starts from its own process are counted; programs that
-these start are only in the processor time.
+`tests/budget.json` has the limits of each folder in the fast tier, and `python -m tests.costs
+--check FILE` fails beyond them. `--write` writes the table anew, with some room for tests that
+start programs until something has happened. Programs that are started by a test's programs and
+daemons are only in the processor time.
 """
 
 import argparse
@@ -163,7 +162,6 @@ class CostsPlugin:
 
 
 def examples(statistics: str) -> int:
-    """The number of examples that Hypothesis tried, from its statistics of a test."""
     return sum(int(number) for row in _EXAMPLES.findall(statistics) for number in row)
 
 
@@ -185,7 +183,6 @@ class TestCosts:
 
 
 def read(junit: Path) -> list[TestCosts]:
-    """The tests in the file of `--junitxml`."""
     found = []
     for case in ET.parse(junit).iter("testcase"):  # noqa: S314  # our own file
         properties = {each.get("name"): each.get("value") for each in case.iter("property")}
@@ -233,7 +230,6 @@ def table(tests: Sequence[TestCosts]) -> str:
 
 
 def beyond(tests: Iterable[TestCosts], budget: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """The excesses of a run over the budget, a line each."""
     return [
         f"{folder} starts {row[kind]:.0f} {kind}, the budget is {allowed}"
         for folder, row in by_folder(tests).items()
@@ -247,7 +243,6 @@ def _with_room(count: float) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table of a run; with `--check`, compare it with the budget."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.costs", description=__doc__.split("\n")[0]
     )

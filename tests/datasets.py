@@ -12,7 +12,7 @@ from diesel_fs.repository.interface import Repository
 
 
 def dataset_state(repository: Repository, name: str = "ds") -> dict[bytes, tuple[object, ...]]:
-    """The dataset as `trees.facts` shows a folder."""
+    """Return what `trees.facts` returns for a folder."""
     view = repository.view(name)
     reader = EntryReader(view, repository.objects, 64 << 20)
     found: dict[bytes, tuple[object, ...]] = {}
@@ -31,7 +31,6 @@ def dataset_state(repository: Repository, name: str = "ds") -> dict[bytes, tuple
 
 
 def file_contents(view: Snapshot, repository: Repository) -> dict[bytes, bytes]:
-    """The bytes of all files of a version, by path, read from the object store."""
     reader = EntryReader(view, repository.objects, 1 << 20)
     try:
         return {view.path(i): bytes(reader.read(i)) for i in view.files().tolist()}
@@ -40,7 +39,6 @@ def file_contents(view: Snapshot, repository: Repository) -> dict[bytes, bytes]:
 
 
 def content(repository: Repository, path: bytes, name: str = "ds") -> bytes | None:
-    """The bytes of one file at the current version; None if the path has no entry."""
     view = repository.view(name)
     index = view.lookup(path)
     if index < 0:

@@ -11,8 +11,7 @@ _HANG_S = 120  # enough for any test on a busy machine
 
 
 def fork(do: Callable[[], object]) -> int:
-    """Start a function in a forked child; returns its process ID. SIGALRM ends a child that
-    hangs."""
+    """Returns its process ID. SIGALRM ends a child that hangs."""
     child = os.fork()
     if child == 0:
         status = 1

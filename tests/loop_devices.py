@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def only_user_of_loop_devices() -> Iterator[None]:
-    """Keeps the loop devices to one test at a time, since all processes of a machine share them."""
+    """All processes of a machine share loop devices."""
     path = Path(tempfile.gettempdir()) / "diesel-test-loop-devices.lock"
     with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -18,7 +18,6 @@ def only_user_of_loop_devices() -> Iterator[None]:
 
 
 def files_of_loop_devices() -> list[str]:
-    """The names of the files that loop devices show, sorted."""
     found = []
     for path in Path("/sys/block").glob("loop*/loop/backing_file"):
         with suppress(OSError):  # it is free again

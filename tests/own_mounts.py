@@ -25,7 +25,7 @@ goes on as another program."""
 
 def own_mounts(*options: str, keep: Path = _NOWHERE) -> list[str]:
     """The words before a program that gets a mount namespace of its own: `unshare` with these
-    options, none of which may let mounts propagate from there. Mounts of datasets in the folder
-    `keep` are there, too."""
+    options, none of which may let mounts propagate from there. Mounts in the folder `keep` are
+    there, too."""
     forget = [sys.executable, "-I", "-c", _FORGET_OTHERS, str(keep)]
     return ["unshare", "--mount", *options, "--", *forget]

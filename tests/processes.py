@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def state_of(pid: int) -> str:
-    """The state letter of a process; Z for a zombie, empty if there is no such process."""
+    """Return Z for a zombie, and the empty string if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -20,7 +20,6 @@ def is_running(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """The children of all threads of a process."""
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
@@ -29,14 +28,12 @@ def children(pid: int) -> list[int]:
 
 
 def command_lines() -> Iterator[tuple[int, bytes]]:
-    """The process ID of each process, and its arguments, which NUL bytes end."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             yield int(path.parent.name), path.read_bytes()
 
 
 def open_files(pid: int) -> list[str]:
-    """The targets of a process's descriptors."""
     found: list[str] = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile

@@ -27,8 +27,6 @@ go unnoticed.
 
 
 class RowsFailed(AssertionError):
-    """These rows of a table failed, with their errors."""
-
     def __init__(self, failures: list[tuple[str, BaseException]]) -> None:
         lines = [f"{name}: {_first_line(error)}" for name, error in failures]
         super().__init__("\n".join([f"rows that failed: {len(failures)}", *lines]))
@@ -88,7 +86,6 @@ def _failing_rows(table: Sequence[object]) -> Iterator[Failures]:
 
 @contextmanager
 def _row(failures: Failures, number: int, name: object) -> Iterator[None]:
-    """Collect the failure of this row, so that the next one runs."""
     place = f"row {number}, {_NAMES.repr(name)}"
     try:
         yield
@@ -110,7 +107,6 @@ def _values(names: list[str], row: object) -> Values:
 
 @contextmanager
 def _fresh(fixtures: Mapping[str, object], number: int) -> Iterator[Values]:
-    """The fixtures that each row has to itself."""
     own: Values = {}
     if isinstance(path := fixtures.get("tmp_path"), Path):
         own["tmp_path"] = path / str(number)

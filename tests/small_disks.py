@@ -28,7 +28,6 @@ def remount(point: Path, options: str) -> None:
 
 
 def fill(file: Path) -> None:
-    """Write a file until its disk has no room for a byte more."""
     with suppress(OSError), file.open("wb", buffering=0) as rest:
         while rest.write(bytes(4096)):
             pass

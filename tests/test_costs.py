@@ -20,7 +20,7 @@ CASE = """
 
 
 def junit(folder: Path, *texts: str) -> Path:
-    """The file of a run with these costs, which are JSON with single quotes."""
+    """Costs are JSON with single quotes."""
     cases = "".join(
         CASE.format(name=number, costs=text.replace("'", "&quot;"))
         for number, text in enumerate(texts)

@@ -51,7 +51,6 @@ CODE = re.compile(r"`([^`]*)`")
 
 
 def rows(text: str, section: str) -> list[list[str]]:
-    """The cells of the table in a section, without its head."""
     body = re.split(r"^## ", text, flags=re.MULTILINE)
     table = next(part for part in body if part.startswith(f"{section}\n"))
     lines = [line for line in table.splitlines() if line.startswith("| ")]
@@ -60,12 +59,10 @@ def rows(text: str, section: str) -> list[list[str]]:
 
 
 def words_of(cell: str) -> str:
-    """The words that call a verb, from the cell that shows its use."""
     return " ".join(takewhile(str.islower, CODE.findall(cell)[0].split()))
 
 
 def metavar(option: click.Option) -> str:
-    """The text after an option in a command's help; empty after a flag."""
     if option.is_flag:
         return ""
     if isinstance(option.type, click.Choice):
@@ -74,7 +71,6 @@ def metavar(option: click.Option) -> str:
 
 
 def options_of(command: click.Command) -> dict[str, str]:
-    """All options of a command, with the text after each."""
     context = command.make_context(command.name, [], resilient_parsing=True)
     found = [each for each in command.get_params(context) if isinstance(each, click.Option)]
     return {name: metavar(each) for each in found for name in each.opts}
@@ -127,7 +123,7 @@ def test_the_python_interface_is_documented() -> None:
 
 
 def test_every_verb_and_its_options_are_documented() -> None:
-    """Exactly those, with the text after each: removed options must leave the page."""
+    """Removed options must leave the page."""
     documented = {
         words_of(verb): documented_options(options) for verb, options, _ in rows(REFERENCE, "Verbs")
     }
@@ -162,7 +158,6 @@ def test_the_options_of_each_program_are_documented(name: str, program: click.Co
 
 
 def test_attributes_and_secrets_of_volumes_are_documented() -> None:
-    """Exactly the attributes and the keys of Secrets that the driver takes."""
     text = page("server/diesel_kubernetes/csi/VOLUMES.md")
     tables = text.partition("## What a volume names")[2].partition("\n## ")[0].split("\n\n")
     attributes, secrets = (
@@ -209,7 +204,6 @@ def test_every_exit_code_is_documented() -> None:
 
 
 def test_the_map_names_every_package() -> None:
-    """From the bottom up, and only existing ones."""
     table = ARCHITECTURE.partition("| package |")[2].partition("\n\n")[0]
     named = [CODE.findall(line)[0].rstrip("/") for line in table.splitlines()[2:]]
     assert named == list(LAYERS)
@@ -224,7 +218,6 @@ def test_the_paths_that_data_takes_name_modules() -> None:
 
 
 def prose(text: str) -> str:
-    """A page without its blocks of code."""
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -292,7 +285,7 @@ COMMAND = re.compile(r"(?:^ *|`|\| )(dlcmd [a-z][^`\n#|<>&;)]*)", re.MULTILINE)
 
 
 def test_commands_in_pages_name_existing_verbs_and_options() -> None:
-    """Even if no test runs them: commands in the text, and in indented blocks."""
+    """Commands in the text, and in indented blocks, count too."""
     known, tried = commands(), 0
     for path in PAGES:
         for line in COMMAND.findall(path.read_text(encoding="utf-8")):
@@ -388,7 +381,6 @@ def test_every_fault_has_a_test_in_the_fast_tier() -> None:
 
 
 def left_out(tree: ast.AST) -> Iterator[str]:
-    """The fields of a message for which some code has a default."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(ast.Attribute(attr="flag" | "integer"), [ast.Constant(str(name)), *more]):

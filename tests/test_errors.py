@@ -24,8 +24,6 @@ LINE = re.compile(r"(?P<lead>[ │├└─]*)(?P<name>\w+) +(?P<exit>\d+|exit) 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A class in one line of the drawing."""
-
     name: str
     above: str
     exit_code: int
@@ -33,7 +31,6 @@ class Drawn:
 
 
 def drawing(text: str) -> list[Drawn]:
-    """The lines of the drawing below the first, which names the columns."""
     found: list[Drawn] = []
     above: list[str] = []
     for line in text.splitlines():
@@ -48,7 +45,6 @@ def drawing(text: str) -> list[Drawn]:
 
 
 def tree(top: type[DieselError] = DieselError) -> Iterator[Drawn]:
-    """The lines of a drawing of the module's classes, in the order of definition."""
     for kind in top.__subclasses__():
         if kind.__module__ == errors.__name__:
             code = errno.errorcode[kind.errno]
@@ -57,7 +53,6 @@ def tree(top: type[DieselError] = DieselError) -> Iterator[Drawn]:
 
 
 def all_kinds(top: type[DieselError] = DieselError) -> Iterator[type[DieselError]]:
-    """Every class below `top`, defined in any module."""
     for kind in top.__subclasses__():
         yield kind
         yield from all_kinds(kind)
@@ -103,7 +98,7 @@ def test_every_error_has_a_docstring() -> None:
 
 
 def test_a_missing_path_is_a_file_not_found_error_too() -> None:
-    """Message, errno and reason survive a copy, as when the error is sent to another process."""
+    """A copy is made when the error is sent to another process."""
     made = errors.NoSuchPath("no 'x' in dataset 'd'", advice="look")
     assert issubclass(errors.NoSuchPath, FileNotFoundError)
     for error in (made, copy.deepcopy(made)):

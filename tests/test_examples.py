@@ -169,7 +169,6 @@ trap end EXIT
 
 
 def blocks() -> dict[str, str]:
-    """The blocks of code in the pages, by page, language and number."""
     found: dict[str, str] = {}
     for path in sorted(FILES):
         if path.suffix == ".md":
@@ -188,7 +187,6 @@ BLOCKS = blocks()
 
 
 def commands(name: str, before: str) -> str:
-    """The text that a shell must run for a block."""
     body = BLOCKS[name]
     for placeholder, meant in INSTEAD.items():
         body = body.replace(placeholder, meant)

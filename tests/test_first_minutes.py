@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.deep, pytest.mark.fuse]
 
 
 def block(page: str, section: str, language: str) -> str:
-    """The first block of code in a section of a page."""
     text = (TREE / page).read_text(encoding="utf-8")
     body = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     found = re.search(rf"^```{language}\n(.*?)^```", body, re.MULTILINE | re.DOTALL)
@@ -75,8 +74,8 @@ def check(home: Path, output: str) -> None:
 
 
 def tree_of_the_user(home: Path) -> Path:
-    """A checkout and an environment that the user owns, since the user may not read this one. Its
-    `make install` is done already: it uses the packages of this environment."""
+    """The user may not read this checkout. The copy's `make install` is done already: it uses the
+    packages of this environment."""
     tree = home / "diesel-fs"
     for path in FILES:
         copy = tree / path.relative_to(TREE)

@@ -52,7 +52,6 @@ SOURCES = [path for path in FILES if path.suffix == ".py" and not path.name.ends
 
 
 def foreign(content: bytes) -> list[bytes]:
-    """The parts of a file's content that are true of one machine only."""
     return [match.group() for pattern in FOREIGN for match in pattern.finditer(content)]
 
 
@@ -85,7 +84,6 @@ PACKAGES = [path for path in SOURCES if path.name == "__init__.py" and "tests" n
 
 @each_row("path", PACKAGES)
 def test_every_package_has_a_page_for_newcomers(path: Path) -> None:
-    """The docstring of a layer has some lines, and names modules at which to start reading."""
     page = ast.get_docstring(ast.parse(path.read_bytes())) or ""
     assert page
     if path.parent.parent == TREE / "diesel_fs" and path.parent.name != "torch":

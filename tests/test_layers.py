@@ -110,7 +110,6 @@ def _imports(source: str, module: str, *, is_package: bool) -> Iterator[tuple[in
 
 
 def owner(name: str, known: frozenset[str]) -> str | None:
-    """The module of ours that contains an imported name; None for other people's."""
     while name:
         if name in known:
             return name
@@ -133,7 +132,6 @@ def within(module: str, places: tuple[str, ...]) -> bool:
 def breaches(
     source: str, module: str, *, is_package: bool = False, known: frozenset[str]
 ) -> list[str]:
-    """The breaches of the rules in this source, one line each."""
     if layer(module) not in LAYERS:
         return [f"{module}: its package is not in LAYERS"]
     is_pure = within(module, PURE)
@@ -163,7 +161,6 @@ def breaches(
 
 
 def circle(graph: Mapping[str, set[str]]) -> list[str]:
-    """The names along one circle of a graph; empty if there is none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -187,7 +184,6 @@ def test_imports_point_downwards(module: str) -> None:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """For each module, the modules of ours that it imports."""
     graph = {}
     for module, path in ALL.items():
         source, is_package = path.read_text(encoding="utf-8"), path.name == "__init__.py"

@@ -25,8 +25,7 @@ pytestmark = pytest.mark.deep
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Facts]:
-    """Python's standard library on this machine: thousands of files of all sizes. The packages
-    installed beside it may be many times as large."""
+    """The packages installed beside the library are left out: they may be many times as large."""
     source = tmp_path_factory.mktemp("library") / "source"
     installed = shutil.ignore_patterns("site-packages", "dist-packages")
     shutil.copytree(sysconfig.get_path("stdlib"), source, symlinks=True, ignore=installed)

@@ -11,7 +11,6 @@ from .rows import RowsFailed, each_row
 
 
 def failures(table: Callable[..., None]) -> list[str]:  # type: ignore[explicit-any]
-    """The lines of a failing table's error."""
     with pytest.raises(RowsFailed) as failed:
         table()
     assert failed.value.__cause__ is not None

@@ -23,7 +23,6 @@ from .unprivileged_user import needs_root
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The path of the user's configuration file, which does not exist; its folder does."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     (tmp_path / "config/diesel").mkdir(parents=True)
     return tmp_path / "config/diesel/config.toml"
@@ -43,7 +42,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(config: Path) -> 
 
 @each_row("key", ["Url", "urls", "key", "repository-url", '""', '"url "', "__class__"])
 def test_N9_unknown_keys_are_errors(config: Path, key: str) -> None:
-    """The error names the key and the known keys, but no value: it may be a misplaced secret."""
+    """The error names no value: it may be a misplaced secret."""
     config.write_text(f'url = "file:///x"\n{key} = "hush-hush"\n')
     with pytest.raises(ConfigError) as refused:
         load_settings({}, {})
@@ -90,7 +89,6 @@ def test_N9_bytes_that_are_not_toml_are_an_error(config: Path, data: bytes) -> N
 
 
 def test_N9_nothing_is_expanded(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither variables, `~`, commands, includes nor templates."""
     monkeypatch.setenv("SECRET", "hush")
     for text in ("$SECRET", "${SECRET}", "~/x", "`id`", "$(id)", "{SECRET}", "%(SECRET)s", "!id"):
         config.write_text(f"url = '{text}'\nuser = '{text}'\nkey_file = '{text}'\n")
@@ -128,7 +126,6 @@ def test_N9_every_verb_reports_it_in_one_line(config: Path, dlcmd: Dlcmd, tmp_pa
 
 
 def test_a_bad_key_file_is_refused_and_its_content_never_shown(tmp_path: Path) -> None:
-    """A key file that others may read is refused, too. No error shows the content of the file."""
     file = tmp_path / "key"
     settings = Settings("diesel://server", "ann", str(file))
     with pytest.raises(ConfigError, match="cannot read the key"):
@@ -169,7 +166,6 @@ SECRET_FILES = {"key": _account_key, "task's key": read_key_file, "Redis passwor
 @each_row("mode", [0o644, 0o640, 0o602])
 @each_row("kind", SECRET_FILES)
 def test_a_secret_that_others_may_read_is_refused(tmp_path: Path, kind: str, mode: int) -> None:
-    """The rule is the same for keys and passwords. The error tells the user how to repair it."""
     file = tmp_path / "secret"
     file.write_text(f"{SECRET}\n")
     file.chmod(mode)

@@ -35,7 +35,6 @@ ENDS = {
 
 
 def both_ways(command: list[str], **options: object) -> list[tuple[int, bytes, bytes]]:
-    """The results of a command that is started by `exec`, and by a fork of the zygote."""
     results = []
     for way in (zygote.by_exec, zygote.only_by_fork):
         with way():
@@ -122,7 +121,7 @@ def test_many_threads_start_programs_at_once() -> None:
 
 
 def test_descriptors_of_any_numbers_stay_open() -> None:
-    """Even those numbers that the zygote itself uses; other programs run meanwhile."""
+    """The zygote itself uses some of these numbers."""
     command = [sys.executable, "-c", "input()"]
     others = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in "abc"]
     file = os.open(os.devnull, os.O_RDONLY)

@@ -12,7 +12,7 @@ Facts = dict[bytes, tuple[object, ...]]
 
 
 def facts(top: Path, *, times: bool = True) -> Facts:
-    """Every entry below `top` by path: kind, mode, mtime, and content or target."""
+    """Return kind, mode, mtime, and content or target, by path."""
     found: Facts = {}
     for path, status in _walk(os.fsencode(top)):
         mtime_ns = status.st_mtime_ns if times else 0
@@ -37,7 +37,6 @@ def _walk(top: bytes) -> Iterator[tuple[bytes, os.stat_result]]:
 
 
 def write(top: Path, files: dict[str, bytes]) -> Path:
-    """Write files with these paths and contents below `top`, and the folders for them."""
     top.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         path = top / name

@@ -17,12 +17,10 @@ _SPAWN = "import json, subprocess, sys; subprocess.run([sys.executable, '-c', ''
 
 
 def as_user() -> list[str]:
-    """The words before a command that make it run as the user."""
     return ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--"]
 
 
 def user_python() -> str:
-    """A Python interpreter of our version that the user may run."""
     for path in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
         question = [*as_user(), path, "-c", _SPAWN]
         with_modules = {**os.environ, "PYTHONPATH": module_path()}
@@ -35,6 +33,5 @@ def user_python() -> str:
 
 
 def module_path() -> str:
-    """The PYTHONPATH with which that interpreter finds our modules."""
     tree = str(Path(__file__).parents[1])
     return os.pathsep.join([tree, *(path for path in sys.path if "site-packages" in path)])

@@ -1,22 +1,24 @@
 """Starts the Python programs of tests by a fork of a process that has imported them already.
 
-The start of a program costs 0.3 to 0.5 s of a processor, and nearly all of it is imports: numpy,
-trio, our own modules. A test run starts some thousands of programs. So each pytest process has a
-*zygote*: a process without threads that has imported the modules of the programs, and waits.
-`installed` replaces `subprocess.Popen` by a class that, for a command such as `python -m dlcmd ls`,
-sends arguments, environment and descriptors to the zygote, which forks. The child takes them over
-and runs the module, script or code as a new interpreter would, after 20 ms. A second zygote, for
-programs that import torch, starts with the first of these programs.
+The start of a program costs 0.3 to 0.5 s of a processor, nearly all of it for imports, and a
+test run starts some thousands of programs. So each pytest process has a *zygote*: a process
+without threads that has imported the modules of the programs, and waits. `installed` replaces
+`subprocess.Popen` by a class that, for a command such as `python -m dlcmd ls`, sends arguments,
+environment and descriptors to the zygote, which forks. The child runs the module, script or code
+as a new interpreter would, after 20 ms. A second zygote, for programs that import torch, starts
+with the first of these programs.
 
-As with `exec`, it is a process of its own, with memory, descriptors, environment and arguments (in
-`/proc`, too), folder, session, limits, signals and exit status of its own; `tests/test_zygote.py`
-compares the two ways. Its parent is the zygote, though, and the modules were imported under the
-zygote's environment. A command is started by `exec` if this could matter: options of Python, other
-variables that an interpreter reads, another user or namespace, `preexec_fn`, and any command in a
-test that is marked `real_start`. Each program has such tests, for each way to start it.
+As with `exec`, the program is a process of its own, with memory, descriptors, environment and
+arguments (in `/proc`, too), folder, session, limits, signals and exit status of its own;
+`tests/test_zygote.py` compares the two ways. Its parent is the zygote, though, and the modules
+were imported under the zygote's environment. A command is started by `exec` if this could
+matter: options of Python, other variables that an interpreter reads, another user or namespace,
+`preexec_fn`, and any command in a test that is marked `real_start`. Each program has such tests,
+for each way to start it.
 
 A program that was forked so starts its own children by `exec`, because it must be their parent.
-Only a daemon (`diesel_fs/system/daemons.py`), which has no parent, is forked by the zygote again.
+Only a daemon (`diesel_fs/system/daemons.py`), which has no parent, is forked by the zygote
+again.
 
 Concurrency: any thread may start programs. A zygote serves one request after the other.
 """
@@ -83,8 +85,6 @@ _prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command that a zygote can run."""
-
     way: str  # "-m", "-c" or "" for a script
     what: str
     words: list[str]  # as `/proc` shows them
@@ -95,7 +95,6 @@ class Command:
 
     @classmethod
     def parse(cls, words: list[str]) -> "Command | None":
-        """The command in these words; None if they are another kind of command."""
         dies = words[:3] == _DIES_WITH_PARENT
         words = words[3:] if dies else words
         prefix = [_EXECUTABLE, *DETACH]
@@ -212,7 +211,6 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]  # of bytes or text, as
 
 
 def _forkable(words: list[str], environment: Mapping[str, str] | None) -> Command | None:
-    """The command if a zygote can run it for this process."""
     command = Command.parse(words)
     if command is None or (_state.only_detached and not command.is_detached):
         return None
@@ -342,7 +340,6 @@ def installed() -> Iterator[None]:
 
 @contextmanager
 def by_exec() -> Iterator[None]:
-    """Start programs by `exec` during the `with`."""
     before, _state.must_exec = _state.must_exec, True
     try:
         yield
@@ -544,7 +541,6 @@ _shown: list[ctypes.Array[ctypes.c_char]] = []  # the kernel reads it
 
 
 def run(job: Job) -> None:
-    """Run a program as an interpreter would that was started for it."""
     command = job.command
     own = len(_state.variables.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[: 1 + own] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

@@ -40,8 +40,6 @@ MOUNTS = 50
 
 
 class Scene:
-    """A repository with a thousand datasets, fifty mounts, a task of two nodes, and a server."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.url = (folder / "store").as_uri()
@@ -171,8 +169,6 @@ def check_accessibility(page: Page) -> None:
 
 
 def test_it_shows_waiting_readers(browser: Browser, board: Dashboard, scene: Scene) -> None:
-    """In light, in dark and on a phone it has no fault of accessibility, and nothing is wider than
-    the screen."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     path = str(scene.read_from)
     wait_until(lambda: len(json.loads(board.get("/history?of=all").body)["time"]) > 4)
@@ -197,7 +193,6 @@ def test_it_shows_waiting_readers(browser: Browser, board: Dashboard, scene: Sce
 
 
 def test_it_can_be_used_by_keyboard(page: Page) -> None:
-    """The first key leads past the head; a mount is opened and closed; the theme is kept."""
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     page.keyboard.press("Enter")
@@ -228,7 +223,6 @@ def test_a_thousand_datasets_are_filtered_and_shown_in_steps(page: Page, board: 
 
 
 def test_fifty_mounts_and_a_hostile_name(page: Page, board: Dashboard, scene: Scene) -> None:
-    """The name is shown literally, and no part of it becomes an element."""
     scene.mount(HOSTILE)
     for number in range(MOUNTS - len(scene.mounted)):
         scene.mount(f"mount-{number:02}")
@@ -253,8 +247,7 @@ def _shown(path: Path) -> str:
 
 
 def test_figures_equal_those_of_stats(page: Page, scene: Scene) -> None:
-    """The counters of a mount; when all is quiet, the next state has the values of `dlcmd
-    stats`."""
+    """When all is quiet, the next state has the values of `dlcmd stats`."""
     scene.rest()
     page.get_by_role("button", name=str(scene.read_from)).click()
 

@@ -25,8 +25,6 @@ def records(parts: Sequence[Part]) -> ChunkRanges:
 
 
 class Ranges:
-    """A reader of parts of a dataset's chunks, with its cache."""
-
     def __init__(self, store: Counting, chunks: Chunks, tier: CacheTier) -> None:
         self.store, self.chunks, self.tier = store, chunks, tier
         self.keys = list(chunks)
@@ -41,13 +39,11 @@ class Ranges:
         return b"".join(self.contents[name][start : start + size] for name, start, size in parts)
 
     def check(self, *parts: Part) -> list[memoryview]:
-        """Read parts and compare them."""
         answer = self.read(*parts)
         assert b"".join(answer) == self.expected(*parts)
         return answer
 
     def check_part(self, number: int, times: int = 1) -> None:
-        """Read a small part of a chunk."""
         for _ in range(times):
             self.check((self.keys[number].id, 200, 50))
 
@@ -59,7 +55,7 @@ class Ranges:
         return all(map(self.tier.holds, self.keys)) and self.is_quiet()
 
     def fetched(self) -> list[int]:
-        """The chunks that were read whole, in order, by number."""
+        """Return the numbers of the chunks that were read whole, in order."""
         whole = [(chunk_object(*key), 0, len(content)) for key, content in self.chunks.items()]
         return [whole.index(read) for read in self.store.reads if read in whole]
 

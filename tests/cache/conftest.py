@@ -1,4 +1,4 @@
-"""What tests of the cache share: a dataset of every kind of content in small chunks, and its store,
+"""Fixtures of the cache's tests: a dataset of every kind of content in small chunks, and its store,
 which counts reads and can damage them."""
 
 import math
@@ -36,14 +36,12 @@ FILES = {
 def put_files(
     repository: LocalRepository, dataset: str, folder: Path, files: dict[str, bytes], codec: str
 ) -> Snapshot:
-    """Put files into a dataset of the smallest chunks."""
     options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress=codec, jobs=1)
     put(repository, dataset, FolderSource(write(folder, files)), options=options)
     return repository.view(dataset)
 
 
 def object_of(view: Snapshot, name: str) -> str:
-    """The object that holds a file of one extent."""
     (extent,) = view.extents(view.lookup(name.encode()))
     return chunk_object(view.identity, view.chunk_ids[extent.chunk])
 
@@ -68,7 +66,6 @@ class Counting(ReadWrapper):
                 self.damaged[damaged, at] = times - 1
 
     def reads_by_object(self) -> Counter[str]:
-        """How often each object was read."""
         return Counter(name for name, _, _ in self.reads)
 
     def bytes_read(self) -> int:
@@ -80,7 +77,6 @@ class Counting(ReadWrapper):
         self.damaged[object_of(view, name), extent.offset] = times
 
     def lose(self, lost: str, times: float = math.inf) -> None:
-        """Let the next reads of an object fail."""
         left = [times]
 
         def change(name: str, buffer: memoryview) -> None:
@@ -112,7 +108,6 @@ class Gate:
             self.now -= 1
 
     def await_reads(self, count: int) -> None:
-        """Wait until `count` reads are held back."""
         for _ in range(count):
             assert self.arrived.acquire(timeout=20)
 
@@ -142,7 +137,6 @@ def view(repository: LocalRepository) -> Snapshot:
 
 @pytest.fixture(scope="module")
 def chunks(repository: LocalRepository) -> Chunks:
-    """Whole chunks of about 64 KiB."""
     view = repository.view("ds")
     found = {}
     for chunk in view.chunk_ids:
@@ -159,6 +153,5 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB with few inodes."""
     with small_disk(tmp_path / "small", "size=2m,nr_inodes=24,mode=700") as point:
         yield point

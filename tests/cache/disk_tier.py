@@ -65,7 +65,6 @@ def idle(place: Path) -> None:
 
 
 def start_program(code: str, *arguments: str) -> "subprocess.Popen[str]":
-    """A program, once it is ready; it ends by a kill, or with this process."""
     process = subprocess.Popen(
         ["setpriv", "--pdeathsig", "KILL", sys.executable, "-c", code, *arguments],
         stdin=subprocess.PIPE,
@@ -88,18 +87,15 @@ class Kept:
         put(self.tier, self.key, self.content)
 
     def is_served(self) -> bool:
-        """Whether the chunk is found, as it is."""
         found = content_of(self.tier, self.key)
         assert found in (None, self.content)
         return found is not None
 
     def refuse_more(self, times: int = 4) -> None:
-        """Assert that the tier has no room for the other chunk."""
         for _ in range(times):
             with pytest.raises(NoSpaceError):
                 self.tier.reserve(self.other, len(self.more))
 
     def take_more(self) -> None:
-        """Put the other chunk."""
         put(self.tier, self.other, self.more)
         assert content_of(self.tier, self.other) == self.more

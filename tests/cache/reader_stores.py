@@ -53,14 +53,10 @@ class Slow(ReadWrapper):
 
 
 class Counted(Slow):
-    """A store that counts the reads, and takes no time for them."""
-
     delay_s = 0.0
 
 
 class Batching(Slow):
-    """A store that takes many parts in one request, and records the requests."""
-
     delay_s = 0.0
 
     @property

@@ -44,7 +44,6 @@ def test_merged_ranges_have_each_part_and_no_wide_gap(
 
 
 def test_little_memory_is_read_ahead_less() -> None:
-    """A quarter of it, but enough for some files, and no more than 32 MiB."""
     found = [ReadLimits.within(size).ahead_bytes for size in (0, 1 << 20, 40 << 20, 1 << 40)]
     assert found == [256 << 10, 256 << 10, 10 << 20, 32 << 20]
 
@@ -99,7 +98,7 @@ def test_each_extent_may_have_its_own_limit_for_the_gap_before_it(
 
 
 def check_spans(rows: list[Row], cuts: list[int], gaps: list[int], span: int) -> None:
-    """Check the spans that begin at `cuts`. `gaps` has the limit of the gap before each extent."""
+    """`gaps` has the limit of the gap before each extent."""
     assert (cuts[0], cuts[-1]) == (0, len(rows))
     assert cuts == sorted(set(cuts))
     pieces = [rows[begin:end] for begin, end in pairwise(cuts)]

@@ -25,13 +25,11 @@ from .reader_stores import Batching, Counted, Positions, Slow
 
 
 def wait_for_flights(reader: CoalescingReader) -> None:
-    """Wait until all spans that were requested ahead are here."""
     for asked in reader._fetcher._flights.values():
         asked.result()
 
 
 def contents(reader: CoalescingReader, entries: Positions) -> dict[int, bytes]:
-    """The contents by entry, put together from their extents; none may come twice or be missing."""
     found: dict[int, dict[int, bytes]] = defaultdict(dict)
     for batch in reader.batches(entries):
         places = zip(batch.entries.tolist(), batch.starts.tolist(), batch.contents, strict=True)
@@ -48,8 +46,6 @@ def contents(reader: CoalescingReader, entries: Positions) -> dict[int, bytes]:
 
 
 class Dataset:
-    """The dataset, its store, its files, and the content of each file that has any."""
-
     def __init__(self, store: Counting, view: Snapshot) -> None:
         self.store, self.view, self.files = store, view, view.files()
         whole = {view.lookup(name.encode()): content for name, content in FILES.items()}
@@ -62,7 +58,6 @@ class Dataset:
         return self.view.lookup_many(names)
 
     def check(self, reader: CoalescingReader, entries: Positions) -> None:
-        """Read these files and compare their contents."""
         expected = {row: self.contents[row] for row in entries.tolist() if row in self.contents}
         assert contents(reader, entries) == expected
 
@@ -75,7 +70,7 @@ def data(store: Counting, view: Snapshot) -> Dataset:
 @each_row("span_bytes", [1, 10_000, 8 << 20])
 @each_row("gap_bytes", [0, 64 << 10])
 def test_each_content_comes_once(data: Dataset, span_bytes: int, gap_bytes: int) -> None:
-    """Folders, links and empty files have none."""
+    """Folders, links and empty files have no content."""
     data.store.reads.clear()
     limits = ReadLimits(span_bytes=span_bytes, gap_bytes=gap_bytes)
     reader = data.reader(data.store, limits)
@@ -107,7 +102,6 @@ Extent = tuple[int, int, int]
 
 
 def wanted_extents(data: Dataset, entries: Positions) -> list[Extent]:
-    """The extents of these files, sorted."""
     return sorted(
         (each.chunk, each.offset, each.offset + each.stored)
         for entry in entries.tolist()
@@ -149,8 +143,8 @@ def test_a_plan_covers_all_extents_and_only_the_allowed_gaps(
 
 
 def sparse_and_dense(data: Dataset) -> tuple[Positions, Positions]:
-    """Files of the chunk with the most small ones: the first, one in the middle and the last, with
-    gaps of many files; and all but some that follow each other."""
+    """Return three files that are far apart in the chunk with the most small files, and all but
+    some of its files, which follow each other."""
     files = data.files
     chunk = int(np.bincount(data.view.chunk_of(files)).argmax())
     inside = files[(data.view.chunk_of(files) == chunk) & (data.view.columns.size[files] < 2000)]
@@ -166,7 +160,6 @@ def sparse_and_dense(data: Dataset) -> tuple[Positions, Positions]:
 def test_wide_gaps_of_sparse_chunks_are_not_read_from_a_slow_store(
     data: Dataset, store: str, spans: int
 ) -> None:
-    """Gaps of a chunk of which most is wanted are read from any store."""
     sparse, dense = sparse_and_dense(data)
     widest = max(after[1] - before[2] for before, after in pairwise(wanted_extents(data, sparse)))
     reader = data.reader(data.store, ReadLimits(gap_bytes=widest))
@@ -189,8 +182,7 @@ def test_a_store_that_takes_many_reads_in_a_request_has_its_own_limit(data: Data
 
 
 def test_a_slow_store_gets_several_requests_at_once(data: Dataset) -> None:
-    """With the first unit, too: a store counts as slow until a read shows that it is not. The order
-    of contents stays the same."""
+    """The first unit does, too: a store counts as slow until a read shows that it is not."""
     slow = Slow(data.store)
     reader = data.reader(slow)
     spans = len(reader._plan(data.files).spans)
@@ -214,7 +206,6 @@ def test_a_fast_store_gets_one_request_at_a_time(
 
 
 def slow_reader(slow: Slow, data: Dataset, limits: ReadLimits | None = None) -> CoalescingReader:
-    """A reader that knows that its store is slow."""
     reader = data.reader(slow, limits)
     reader._fetcher._stored.costs.observe(100_000, 1.0)
     return reader
@@ -238,7 +229,6 @@ def test_announced_units_are_read_ahead_and_given_up_when_the_plan_changes(data:
 
 
 def all_read_ahead(slow: Slow, data: Dataset) -> CoalescingReader:
-    """A reader that has read a unit of all files ahead."""
     reader = slow_reader(slow, data)
     reader.prefetch([data.files])
     wait_for_flights(reader)
@@ -258,7 +248,7 @@ def test_a_unit_that_loses_entries_is_not_read_again(data: Dataset) -> None:
 
 
 def test_a_file_is_taken_out_of_a_larger_read_that_is_under_way(data: Dataset) -> None:
-    """It is wanted before the unit that has it. The unit's own turn comes later."""
+    """It is wanted before the unit that has it."""
     slow = Slow(data.store)
     reader = all_read_ahead(slow, data)
     some = data.rows(b"n007", b"n011", b"small")
@@ -319,7 +309,6 @@ def test_requests_keep_their_limits_and_several_are_in_flight(data: Dataset) -> 
 
 
 def test_announced_units_share_requests_to_a_batching_store(data: Dataset) -> None:
-    """Each span is read once, also when the plan changes; spans that left the plan are given up."""
     batching = Batching(data.store)
     reader = data.reader(batching)
     small = np.random.default_rng(2).permutation(data.files)
@@ -341,8 +330,8 @@ def test_announced_units_share_requests_to_a_batching_store(data: Dataset) -> No
 
 
 def test_a_unit_that_lost_entries_since_it_was_announced_is_not_read_again(data: Dataset) -> None:
-    """Somebody else has read some of its files meanwhile, as it happens to nearly every unit where
-    the dataset is larger than the memory."""
+    """Somebody else has read some of its files meanwhile, as happens to nearly every unit if the
+    dataset is larger than the memory."""
     batching = Batching(data.store)
     reader = data.reader(batching, ReadLimits(batched_gap_bytes=0))
     apart = np.flatnonzero(data.view.columns.size < 2000)[20:220:2]  # each is a span by itself

@@ -28,7 +28,7 @@ def test_a_place_with_reads_of_several_sizes() -> None:
 
 
 def test_reads_of_one_size_change_the_larger_part() -> None:
-    """Small ones the latency, large ones the transfer; their own time is right in any case."""
+    """Small reads change the latency, large ones the transfer."""
     small = observed((100_000, 0.03))
     assert small.read_s(100_000) == pytest.approx(0.03)
     assert small.s_per_byte == ReadCosts().s_per_byte

@@ -68,7 +68,6 @@ def test_a_chunk_is_reserved_once(kept: Kept) -> None:
 
 
 def test_a_node_lists_evicts_and_makes_room_itself(place: Path, chunks: Chunks) -> None:
-    """It lists whole chunks, and the room of evicted ones is free at once."""
     limit_bytes = sum(map(len, chunks.values()))
     tier = tier_at(place, limit_bytes)
     assert tier.list_chunks(next(iter(chunks)).identity) == []
@@ -264,7 +263,6 @@ def test_a_planted_link_is_not_followed(kept: Kept, tmp_path: Path) -> None:
 def test_J1_a_full_disk_is_not_an_error_for_a_reader(
     small: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the disk fills up while chunks are written."""
     monkeypatch.setattr(folder, "FREE_FRACTION_MIN", -1.0)  # somebody else was faster
     place = prepare_cache_folder(small)
     tier = tier_at(place)

@@ -49,7 +49,6 @@ def key_of(dataset: UUID, chunk: int) -> ChunkKey:
 
 
 def fill(tier: DiskTier, dataset: UUID, count: int) -> None:
-    """Put the first chunks of a dataset."""
     for chunk in range(count):
         put(tier, key_of(dataset, chunk), bytes(CHUNK_BYTES))
 
@@ -59,20 +58,16 @@ def used_file(place: Path, dataset: UUID) -> Path:
 
 
 def cool(place: Path, dataset: UUID) -> None:
-    """As if the dataset had not been used for longer than the cool-down."""
     long_ago = time.time() - 2 * IDLE_S
     os.utime(used_file(place, dataset), (long_ago, long_ago))
 
 
 def chunks_of(place: Path, dataset: UUID) -> set[int]:
-    """The chunks of a dataset that are in the folder."""
     return {int(path.name[:2], 16) for path in files(place) if path.parent.name == dataset.hex}
 
 
 @dataclass(slots=True)
 class Known:
-    """A dataset in the model."""
-
     chunks: dict[int, int] = field(default_factory=dict)  # the turn of the last use of each
     hours: list[int] = field(default_factory=list)  # of references
     jobs: list[DiskTier] = field(default_factory=list)
@@ -88,8 +83,11 @@ class Known:
 
 
 class SharedFolder:
-    """Jobs come and go, and chunks come. A job is a tier of its own, as in a process of its own:
-    locks belong to open files. Time is counted in hours of references and in turns of uses."""
+    """Jobs come and go, and chunks come.
+
+    A job is a tier of its own, as in its own process: locks belong to open files. Time is
+    counted in hours of references and in turns of uses.
+    """
 
     def __init__(self, place: Path, limit_chunks: int, *, by_references: bool) -> None:
         """Without `by_references`, the chunk that was read longest ago goes first."""
@@ -160,7 +158,8 @@ class SharedFolder:
         os.utime(file_of(self.place, key), (used_s, used_s))
 
     def expect_room(self, dataset: UUID) -> bool:
-        """Evict in the model what must go for a chunk of a dataset; whether that is enough."""
+        """Evict in the model what must go for a chunk of a dataset. Returns whether that is
+        enough."""
         held = sum(len(each.chunks) for each in self.known.values())
         beyond = held + 1 - self.limit_chunks
         if beyond <= 0:
@@ -185,7 +184,7 @@ class SharedFolder:
 
 @pytest.mark.parametrize("seed", range(9))
 def test_jobs_come_and_go_as_in_the_model(place: Path, seed: int) -> None:
-    """Beside a plain model. A dataset has 6 chunks, so it may be larger than the folder."""
+    """A dataset has 6 chunks, so it may be larger than the folder."""
     draw = random.Random(seed)
     shared = SharedFolder(place, draw.randint(3, 10), by_references=seed < 6)
     for dataset in DATASETS:
@@ -227,7 +226,6 @@ JOB = """if True:
 
 
 def start_job(place: Path, dataset: UUID) -> "subprocess.Popen[str]":
-    """A process that uses a dataset until it is killed."""
     return start_program(JOB, str(place), STORE.hex, dataset.hex)
 
 
@@ -282,8 +280,7 @@ def test_a_lower_limit_leaves_the_chunks_that_jobs_use(place: Path) -> None:
     "content", [b"", b"DIESLRF1", bytes(range(100, 136)), bytes(36), bytes(5000)]
 )
 def test_a_dataset_without_references_counts_one(place: Path, content: bytes) -> None:
-    """An older version, or a crash, leaves none: the last use counts then, and damage is no
-    error."""
+    """An older version, or a crash, leaves none: the last use counts then."""
     plain, twice, once, newcomer = DATASETS
     tier = DiskTier(place, STORE, 3 * CHUNK_BYTES, by_references=True)
     now_s = time.time()
@@ -371,8 +368,6 @@ WRITER = """if True:
 def test_J6_a_folder_of_processes_that_are_killed(
     place: Path, chunks: Chunks, tmp_path: Path
 ) -> None:
-    """At any time every chunk found is whole, the limit holds, and files of killed writers are
-    removed."""
     source = tmp_path / "chunks"
     source.mkdir()
     for key, content in chunks.items():
@@ -410,7 +405,6 @@ def test_J6_a_folder_of_processes_that_are_killed(
 
 
 def unchecked(tier: DiskTier) -> DiskTier:
-    """The tier as in a process that has not checked any chunk yet."""
     tier._checked_s.clear()
     return tier
 

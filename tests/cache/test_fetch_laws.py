@@ -43,8 +43,6 @@ LIMIT = 3
 
 
 class Face(ABC):
-    """One way to read files."""
-
     def __init__(self, view: Snapshot, store: Counting) -> None:
         self.view, self.store = view, store
 
@@ -67,8 +65,6 @@ class Face(ABC):
 
 
 class Entries(Face):
-    """Single files, without their chunks."""
-
     memory_bytes = 1
 
     def __init__(self, view: Snapshot, store: Counting) -> None:
@@ -90,14 +86,10 @@ class Entries(Face):
 
 
 class Chunks(Entries):
-    """Single files, out of whole chunks that stay in memory."""
-
     memory_bytes = 1 << 30
 
 
 class Windows(Chunks):
-    """Many files, out of whole chunks."""
-
     memory_bytes = 200_000
 
     def read(self, names: Sequence[str]) -> list[bytes]:
@@ -105,15 +97,11 @@ class Windows(Chunks):
 
 
 class Columns(Windows):
-    """Many files in few requests, from a store that takes many parts in one."""
-
     def wrapped(self, store: Counting) -> ObjectStore:
         return Batching(store)
 
 
 class Pushes(Face):
-    """Files as the prefetch worker reads them, span by span."""
-
     def __init__(self, view: Snapshot, store: Counting) -> None:
         super().__init__(view, store)
         self.reader = CoalescingReader(view, self.wrapped(store))
@@ -144,8 +132,6 @@ class Pushes(Face):
 
 
 class SlowPushes(Pushes):
-    """As before, several spans at once."""
-
     def __init__(self, view: Snapshot, store: Counting) -> None:
         super().__init__(view, store)
         self.reader._fetcher._stored.costs.observe(100_000, 1.0)
@@ -157,8 +143,6 @@ class SlowPushes(Pushes):
 
 
 class BatchedPushes(Pushes):
-    """As before, many spans in one request."""
-
     def wrapped(self, store: Counting) -> ObjectStore:
         return Batching(store)
 
@@ -214,7 +198,6 @@ Made = Callable[[type[Face]], Face]
 
 @pytest.fixture
 def made(view: Snapshot, store: Counting) -> Iterator[Made]:
-    """Makes faces, and closes them."""
     faces: list[Face] = []
 
     def make(kind: type[Face]) -> Face:
@@ -270,7 +253,6 @@ class Sharing:
             raise ObjectStoreError("503")
 
     def finish(self) -> list[str]:
-        """Open the gate. Returns the errors."""
         self.gate.open.set()
         with self.pool:
             errors = [each.exception(20) for each in self.reads]
@@ -410,7 +392,6 @@ def test_a_unit_that_is_given_up_harms_no_other(made: Made, kind: type[Face]) ->
 def test_a_chunk_that_is_dropped_reaches_the_readers_that_wait_for_it(
     made: Made, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not kept then."""
     face = made(Chunks)
     assert isinstance(face, Chunks)
     sharing = Sharing(face, 3, monkeypatch)
@@ -441,7 +422,6 @@ def test_O20_requests_at_once_keep_their_limit(
 
 @faces(*ALL)
 def test_Z11_bytes_stay_when_the_reader_is_closed(made: Made, kind: type[Face]) -> None:
-    """It may be closed repeatedly, and its threads end."""
     before = {*threading.enumerate()}
     face = made(kind)
     face.check(*NAMES[:50])

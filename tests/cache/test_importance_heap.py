@@ -129,7 +129,7 @@ def test_bad_importances_are_refused_whole(bad: float) -> None:
 
 
 def merged(*jobs: tuple[str, list[float], float]) -> list[float]:
-    """What jobs with these lists and benefits find important together."""
+    """Return what jobs with these lists and benefits find important together."""
     lists = JobImportances(len(jobs[0][1]))
     for name, values, benefit in jobs:
         lists.tell(name, row([*range(len(values))]), np.array(values, np.float32), benefit)

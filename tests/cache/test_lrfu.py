@@ -17,7 +17,6 @@ PS = st.sampled_from([1.0001, 1.5, 2.0, 10.0, 1e300])
 STEPS = st.sampled_from([0.0, 1e-6, 1 / 24, 0.5, 1.0])
 GAPS = st.lists(st.integers(0, 5) | st.sampled_from([100, 10_000, 10**8]), min_size=1, max_size=8)
 TIMES = GAPS.map(lambda gaps: [*accumulate(gaps)])
-"""When references come."""
 
 
 def row(*values: float) -> Values:
@@ -25,7 +24,7 @@ def row(*values: float) -> Values:
 
 
 def kept(rule: Attenuation, times: list[int]) -> tuple[float, float]:
-    """The value of a block that is referenced at these times, and the time of that value."""
+    """Return the value of a block that is referenced at these times, and the time of that value."""
     crf, last = row(0.0), row(0.0)
     for time in times:
         crf, last = rule.add_reference(crf, last, time), row(time)
@@ -59,8 +58,8 @@ def test_the_kept_value_is_the_sum_of_the_paper(
 def test_blocks_are_ordered_as_by_the_sum(
     p: float, step: float, times: tuple[list[int], list[int]]
 ) -> None:
-    """Also if all sums are too small for a float. So without attenuation (the step 0) the number of
-    references counts, and with the step 1 and the base 2 the last one."""
+    """This holds even if all sums are too small for a float. Without attenuation (the step 0) the
+    number of references counts, and with the step 1 and the base 2 the last one."""
     rule = Attenuation(p, step)
     now = max(each[-1] for each in times) + 10**9
     crf, last = (row(*each) for each in zip(*(kept(rule, each) for each in times), strict=True))

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.deep
 
 
 def plant(what: str, path: Path) -> None:
-    """Put something that is not a regular file at a path."""
     if what == "link":
         target = path.with_name("elsewhere")
         target.write_bytes(b"elsewhere")
@@ -48,8 +47,6 @@ STRANGE = pytest.mark.parametrize(
 def test_a_path_that_is_not_a_regular_file_is_not_a_chunk(
     what: str, place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That is no failure of the disk, no open of a FIFO blocks, and what can be removed is
-    removed."""
     kept, stays = Kept(place, chunks), what == "full folder"
     kept.take_more()
     tier, key, path = kept.tier, kept.key, file_of(place, kept.key)
@@ -102,7 +99,6 @@ def test_paths_that_are_not_regular_files_are_removed_when_counting_or_writing(
 
 
 def use_up(point: Path, what: str) -> None:
-    """Fill a disk, take its inodes, or make it read-only."""
     if what == "writes":
         remount(point, "ro")
         return
@@ -117,7 +113,6 @@ def use_up(point: Path, what: str) -> None:
 
 
 def make_room(point: Path, what: str) -> None:
-    """Undo `use_up`."""
     if what == "inodes":
         shutil.rmtree(point / "lost+found")
     elif what == "bytes":
@@ -150,7 +145,6 @@ def test_J1_J4_a_disk_without_room_for_a_cache_is_named(
 def test_J1_J4_a_cache_on_a_full_disk_is_still_read(
     what: str, small: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tier that starts on a full disk reads its chunks, and writes again once there is room."""
     monkeypatch.setattr(cache_folder, "FREE_FRACTION_MIN", -1.0)
     kept = Kept(prepare_cache_folder(small), chunks)
     kept.tier.close()

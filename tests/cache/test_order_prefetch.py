@@ -33,7 +33,6 @@ STAYS_S = 5.0  # far longer than a thread needs to let go of a chunk, on a busy 
 
 
 def half_random(number: int) -> bytes:
-    """4,000 bytes that lz4 makes half as long."""
     return np.random.default_rng(number).bytes(2000) + bytes(2000)
 
 
@@ -89,14 +88,12 @@ def half_of(view: Snapshot) -> int:
 
 
 def needed(view: Snapshot, order: GroupedOrder) -> int:
-    """The bytes of the two largest neighbouring groups, counted file by file."""
     groups = [set(view.chunk_of(part).tolist()) for part in np.split(order.indices, order.ends)]
     sums = [sum(int(view.chunk_sizes[each]) for each in group) for group in groups]
     return max(map(sum, pairwise(sums)))
 
 
 def settle(cache: ChunkCache) -> None:
-    """Wait for the loads in flight."""
     assert cache._threads is not None
     cache._threads.shutdown(wait=True)
     cache._threads = None
@@ -107,8 +104,8 @@ def alive() -> int:
 
 
 def alive_since(before: int) -> int:
-    """How many chunks more than before are in memory. A thread that has loaded one refers to it a
-    moment longer than the cache: of more than two groups those count that stay."""
+    """Return how many chunks more than before are in memory. A thread that has loaded one refers to
+    it a moment longer than the cache: of more than two groups those count that stay."""
     end_s = time.monotonic() + STAYS_S
     while (now := alive() - before) > 2 * GROUP and time.monotonic() < end_s:
         time.sleep(0.001)
@@ -188,7 +185,7 @@ def test_a_dataset_that_fits_the_memory_stays_in_it(store: Counting, view: Snaps
 
 @pytest.mark.parametrize("way", [one_by_one, many])
 def test_reading_an_order_again_begins_anew(store: Counting, view: Snapshot, way: Read) -> None:
-    """After a read of the first file, or a pass that was given up, a whole pass begins anew."""
+    """A pass that was given up, after the first file or later, changes nothing."""
     order = chunk_order(view, 1, 2, group_size=GROUP)
     reader = following(store, view, order)
     read_all(reader, view, order, way, watch=False)
@@ -205,7 +202,6 @@ def test_reading_an_order_again_begins_anew(store: Counting, view: Snapshot, way
 
 
 def test_the_next_group_is_loaded_ahead(store: Counting, view: Snapshot) -> None:
-    """It is loaded while the first is read; the group behind it is not."""
     order = chunk_order(view, 1, 2, group_size=GROUP)
     reader = following(store, view, order)
     assert not store.reads, "announcing an order reads nothing"
@@ -217,7 +213,7 @@ def test_the_next_group_is_loaded_ahead(store: Counting, view: Snapshot) -> None
 
 
 def test_chunks_that_a_reader_leaves_out_are_dropped(store: Counting, view: Snapshot) -> None:
-    """A worker that reads every fourth batch, or jumps in the order, holds at most two groups."""
+    """A worker that reads every fourth batch, or jumps in the order."""
     order = chunk_order(view, 1, 2, group_size=GROUP)
     reader = following(store, view, order, half_of(view))
     batches = np.arange(len(order.indices)) // 16 % 4 == 1
@@ -316,7 +312,6 @@ def test_other_files_are_read_beside_the_order(store: Counting, view: Snapshot, 
 
 
 def test_a_new_order_replaces_the_old_one(store: Counting, view: Snapshot) -> None:
-    """A reader that still reads in the old order gets the right contents."""
     old = chunk_order(view, 1, 1, group_size=GROUP)
     reader = following(store, view, old)
     started = many(reader, old.indices)

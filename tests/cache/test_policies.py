@@ -33,7 +33,6 @@ def policy_after(name: str, calls: Sequence[Call]) -> EvictionPolicy:
 
 
 def sizes_after(calls: Sequence[Call]) -> dict[int, int]:
-    """The sizes of the units that these calls leave in the cache."""
     sizes: dict[int, int] = {}
     for method, unit, *size in calls:
         if method == "insert":
@@ -86,8 +85,8 @@ def test_renumbered_units_stay_in_order(
 
 @given(calls=CALLS)
 def test_each_policy_evicts_by_its_rule(calls: list[Call]) -> None:
-    """LRU the longest unread; LFU the least often read since it came, among equals the longest
-    unread; `none` nothing. A read of a unit that is not in the cache does not count."""
+    """LRU evicts the longest unread; LFU the least often read since it came, among equals the
+    longest unread; `none` evicts nothing."""
     last: dict[int, int] = {}
     uses: dict[int, int] = {}
     for turn, (method, unit, *_) in enumerate(calls):
@@ -125,7 +124,6 @@ def plan_policy(
 
 
 def test_plan_evicts_the_unneeded_first_then_the_farthest_next_use() -> None:
-    """Among units that are not needed, the least valuable goes first."""
     policy, advance = plan_policy([[1, 2, 3], [3, 4, 1]], [1, 2, 3, 4, 5, 6])
     assert [*policy.eviction_order()] == [5, 6, 2, 4, 1, 3]
     policy.record_access(5)
@@ -169,9 +167,7 @@ def test_plan_replaces_only_units_that_are_needed_later() -> None:
 def test_the_order_of_plan_is_that_of_the_next_uses(
     calls: list[Call], orders: list[list[int]], moves: list[tuple[int, int]], old_keys: int
 ) -> None:
-    """Whatever came before: the unneeded first, then by falling next use. A unit replaces only what
-    is needed later. This is Belady's MIN; `tests/peers/node/test_planned_cache.py` compares the
-    hits."""
+    """This is Belady's MIN; `tests/peers/node/test_planned_cache.py` compares the hits."""
     policy = policy_after("plan", calls)
     future = FutureUses([UnitOrder(np.array(each, np.int64)) for each in orders], 9)
     policy.set_future(future)

@@ -25,7 +25,6 @@ from .disk_tier import Chunks, file_of, put
 
 @pytest.fixture
 def ranges(store: Counting, chunks: Chunks) -> Iterator[Ranges]:
-    """The tier has no room."""
     found = Ranges(store, chunks, MemoryTier(0))
     yield found
     found.close()
@@ -62,8 +61,7 @@ def test_answers_are_the_requested_bytes(tiered: Ranges, data: st.DataObject) ->
 
 
 def test_parts_of_a_chunk_are_one_read(ranges: Ranges) -> None:
-    """A whole chunk is also one piece. A request is assumed to cost milliseconds until it is
-    measured, so gaps are read along. A part that occurs repeatedly is read once."""
+    """A request is assumed to cost milliseconds until it is measured, so gaps are read along."""
     name, content = next(iter(ranges.contents.items()))
     store, end = ranges.store, len(content)
     assert len(ranges.check((name, 0, end))) == 1
@@ -75,7 +73,7 @@ def test_parts_of_a_chunk_are_one_read(ranges: Ranges) -> None:
 
 
 def test_gaps_are_not_read_from_a_near_store(ranges: Ranges) -> None:
-    """A request to a folder costs next to nothing, so gaps are not read along."""
+    """A request to a folder costs next to nothing."""
     name, content = next(iter(ranges.contents.items()))
     costs = ranges.cache.costs
     for _ in range(100):
@@ -171,7 +169,6 @@ def failure(ranges: Ranges, parts: list[Part]) -> str:
 
 
 def test_G6_answers_that_nobody_takes_keep_to_a_budget(ranges: Ranges) -> None:
-    """An answer larger than the budget is served alone."""
     name, content = next(iter(ranges.contents.items()))
     whole = name, 0, len(content)
     limit = 3 * len(content) + 100

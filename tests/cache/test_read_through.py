@@ -20,13 +20,12 @@ from .disk_tier import Chunks, content_of, file_of, put, tier_at
 
 
 def is_fetch(buffer: memoryview) -> bool:
-    """Whether a read is of a whole chunk. The readers of these tests read 50 bytes."""
+    """The readers of these tests read 50 bytes."""
     return len(buffer) > 50
 
 
 @pytest.fixture
 def ranges(store: Counting, place: Path, chunks: Chunks) -> Iterator[Ranges]:
-    """The tier is on a disk, and has room for all."""
     found = Ranges(store, chunks, tier_at(place))
     yield found
     found.close()
@@ -39,8 +38,7 @@ def one_fetcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_fetcher")
 def test_a_miss_is_served_at_once_and_fetches_its_dataset(ranges: Ranges) -> None:
-    """First its own chunk is fetched, then the others in order, each once; then nothing more.
-    Reads by the store's interface bypass the tier, so that verify and recover see the store."""
+    """Reads by the store's interface bypass the tier, so that verify and recover see the store."""
     ranges.check_part(5)
     reads = ranges.store.reads
     assert reads[0] == (chunk_object(*ranges.keys[5]), 200, 50)
@@ -76,7 +74,6 @@ def test_a_chunk_that_was_read_whole_is_not_fetched_again(ranges: Ranges) -> Non
 
 
 def test_a_too_large_dataset_does_not_thrash(store: Counting, place: Path, chunks: Chunks) -> None:
-    """It fills the tier once; no chunk is fetched that does not stay."""
     tier = tier_at(place, 4 * max(map(len, chunks.values())))
     ranges = Ranges(store, chunks, tier)
     for _ in range(20):
@@ -194,7 +191,6 @@ def test_close_does_not_wait_for_the_rest_of_a_dataset(ranges: Ranges) -> None:
 
 
 def fix_costs(monkeypatch: pytest.MonkeyPatch, ranges: Ranges, request_s: float) -> None:
-    """Make the cache believe that a request to its store takes `request_s`."""
     ranges.cache.costs.latency_s = request_s
     monkeypatch.setattr(ranges.cache.costs, "observe", lambda size, seconds: None)
 
@@ -224,7 +220,7 @@ def test_a_chunk_is_fetched_into_memory_once_its_misses_have_cost_as_much(
 
 
 def test_an_admitted_chunk_is_fetched_soon(ranges: Ranges, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An admitted chunk relieves the readers; chunks that nobody has missed wait."""
+    """Chunks that nobody has missed wait."""
     monkeypatch.setattr(read_through, "PATIENCE_S", 30.0)
     fix_costs(monkeypatch, ranges, request_s=1.0)  # one miss pays
     ranges.cache._waiting += 1  # a reader that never ends

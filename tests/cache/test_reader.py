@@ -85,7 +85,6 @@ def test_read_many_keeps_the_budget_of_chunks(repository: LocalRepository, tmp_p
 
 
 def test_read_many_loads_chunks_ahead_in_turn(repository: LocalRepository, tmp_path: Path) -> None:
-    """When the first file is returned, the next chunks are on their way, and none is left out."""
     files = {f"{number:02}": os.urandom(CHUNK_BYTES_MIN) for number in range(24)}
     view = put_files(repository, "ahead", tmp_path / "ahead", files, "none")
     store = Counting(repository)
@@ -103,7 +102,7 @@ def test_read_many_loads_chunks_ahead_in_turn(repository: LocalRepository, tmp_p
 def test_read_nowait_returns_contents_in_memory_that_are_quickly_checked(
     store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It never reads the store. A damaged entry is left to `read`, a large one to a thread."""
+    """A damaged entry is left to `read`, a large one to a thread."""
     reader = EntryReader(view, store, 1 << 30)
     index = view.lookup(b"n008")
     assert reader.read_nowait(index, 0, 100) is None
@@ -145,8 +144,8 @@ def test_misses_load_the_next_chunks_if_all_fit(
 def test_a_large_file_that_is_read_on_is_loaded_ahead(
     store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A quarter of the memory is loaded ahead, from the file's second extent on or from its begin;
-    a reader in random order loads nothing ahead."""
+    """It is loaded ahead from its second extent on, or from its begin. A reader in random order
+    loads nothing ahead."""
     reader = EntryReader(view, store, 8 * CHUNK_BYTES_MIN)
     asked: list[int] = []
     monkeypatch.setattr(reader._cache, "prefetch", asked.append)
@@ -221,7 +220,6 @@ def test_F10_a_needed_chunk_is_not_queued_behind_prefetches() -> None:
 
 
 def test_the_least_recently_used_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But prefetching evicts nothing."""
     cache = ChunkCache(30, ten_bytes)
     for number in (1, 2, 3, 1, 4):
         cache.get(number)
@@ -239,8 +237,6 @@ def test_the_least_recently_used_go_first(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class AtHand(Counting):
-    """A store that answers `read_nowait`, and counts those reads."""
-
     at_hand = 0
 
     @property
@@ -260,8 +256,8 @@ class _ReadsAtHand(FastReads):
 def test_small_entries_are_read_without_waiting(
     repository: LocalRepository, view: Snapshot
 ) -> None:
-    """With `prefer_entries`, no chunk is loaded and nothing is kept, unless the dataset fits. A
-    damaged entry is left to a read that may wait."""
+    """Readers with `prefer_entries` do so, unless the dataset fits. A damaged entry is left to a
+    read that may wait."""
     store = AtHand(repository)
     reader = EntryReader(view, store, 1, prefer_entries=True)
     for name in ("small", "text", "n007"):
@@ -288,7 +284,6 @@ def test_small_entries_are_read_without_waiting(
 
 
 def test_many_files_are_one_request_to_a_batching_store(store: Counting, view: Snapshot) -> None:
-    """A file that is damaged on the way is read again."""
     batching = Batching(store)
     reader = EntryReader(view, batching, 400_000)
     store.damage(view, "small", times=1)

@@ -34,7 +34,6 @@ def expected(view: Snapshot, rows: Positions) -> list[bytes]:
 
 
 def check_many(columns: Columns, view: Snapshot, rows: Positions) -> EntryReader:
-    """Read files with less memory than the dataset has, and compare them."""
     reader = EntryReader(view, columns, 200_000, prefer_entries=True)
     assert list(map(bytes, reader.read_many(rows))) == expected(view, rows)
     return reader
@@ -45,7 +44,6 @@ def rows_of(view: Snapshot, numbers: range) -> Positions:
 
 
 def pushed(reader: CoalescingReader, view: Snapshot, unit: Positions) -> None:
-    """Each file of a unit comes once, with the right bytes."""
     entries: list[int] = []
     for batch in reader.batches(unit):
         entries += batch.entries.tolist()
@@ -58,7 +56,6 @@ def pushed(reader: CoalescingReader, view: Snapshot, unit: Positions) -> None:
 def test_each_file_gets_its_bytes_from_whatever_group(
     store: Counting, view: Snapshot, seed: int, groups: int, checks: bool
 ) -> None:
-    """Folders, empty, compressed and large files among them, some of them repeatedly."""
     columns = Columns(store, view, seed, groups)
     columns.checks = checks
     check_many(columns, view, np.random.default_rng(seed).integers(0, view.entry_count, 150))
@@ -158,7 +155,6 @@ def test_a_small_file_alone_is_one_part(store: Counting, view: Snapshot) -> None
 
 
 def test_the_first_unit_of_a_request_gets_its_error(store: Counting, view: Snapshot) -> None:
-    """Some of its parts have arrived before. Afterwards all units are read again."""
     columns = Columns(store, view)
     reader = CoalescingReader(view, columns, limits=APART)
     units = np.split(rows_of(view, range(20, 100, 2)), [20])

@@ -30,7 +30,6 @@ def test_the_shortest_beginning_of_an_order_leaves(
 def test_a_second_order_adds_to_the_first(
     first: list[int], second: list[int], missing: int
 ) -> None:
-    """A unit that is in both leaves once."""
     sizes = [*first, *second]
     shortage = Shortage[int](missing)
     shortage.choose(range(len(first)), sizes.__getitem__)

@@ -16,8 +16,6 @@ from tests.storage.metadata.redis_servers import RedisServer
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """The output of a command, and its exit code."""
-
     code: int
     out: bytes
     err: str
@@ -79,7 +77,6 @@ class Dlcmd:
 
 @pytest.fixture(scope="module")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A Redis of the module's own, which its tests may stop and restart."""
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.close()

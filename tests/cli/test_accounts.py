@@ -35,7 +35,7 @@ def users(dlcmd: Dlcmd) -> dict[str, dict[str, object]]:
 
 
 def test_the_first_account_needs_no_repository(dlcmd: Dlcmd, tmp_path: Path, place: str) -> None:
-    """`user add` makes the repository. stdout has the key alone; stderr explains its use."""
+    """stdout has the key alone; stderr explains its use."""
     result = dlcmd("user", "add", "root", "--admin")
     seed = parse_key(result.out.decode())
     assert result.out.decode().count("\n") == 1
@@ -132,7 +132,7 @@ def test_S8_a_secret_key_given_as_public_is_not_repeated(dlcmd: Dlcmd) -> None:
 
 
 def test_accounts_are_exported_and_imported(dlcmd: Dlcmd, tmp_path: Path, place: str) -> None:
-    """Another store takes them, too: an account is a name, a public key and roles, nothing else."""
+    """An account is a name, a public key and roles, nothing else."""
     dlcmd("user", "add", "root", "--admin")
     dlcmd("user", "add", "ann")
     dlcmd("grant", "pets", "ann", "write")

@@ -23,8 +23,6 @@ from .conftest import Dlcmd
 
 
 class Keys:
-    """A prefix of the bucket that only this test uses."""
-
     def __init__(self, server: Server) -> None:
         self.url = server.place()
         self.bucket = server.bucket
@@ -70,7 +68,6 @@ REFUSED = ["a//b", "./x", "../x", "y/./z", "y/../z", "/slash", "n" * 256, "both"
 
 
 def test_I16_keys_of_all_kinds(dlcmd: Dlcmd, keys: Keys, tmp_path: Path) -> None:
-    """Each key becomes a path or an error that names it, and does not affect the others."""
     keys.put(GOOD | dict.fromkeys(REFUSED, b"refused"))
     keys.put({"cat/": b"", "deep/": b"", "": b"", "full/": b"with content"})
     failed = dlcmd("--json", "put", keys.url, "pets", code=3).objects[-1]["failed"]
@@ -90,7 +87,7 @@ def test_markers_of_folders_alone_are_no_files(dlcmd: Dlcmd, keys: Keys) -> None
 
 
 def test_prefixes_of_all_kinds(dlcmd: Dlcmd, keys: Keys, tmp_path: Path) -> None:
-    """Characters with a meaning in URLs are written with %, as usual."""
+    """Characters with a meaning in URLs are written with %."""
     for number, (prefix, written) in enumerate(
         [("a&b [c]", "a&b [c]"), ("50%", "50%25"), ("\u00fc", "\u00fc"), ("x#?y", "x%23%3Fy")]
     ):
@@ -161,7 +158,7 @@ def test_buckets_of_other_vendors(dlcmd: Dlcmd, other_vendor: Keys, tmp_path: Pa
 def test_a_key_that_another_vendors_library_refuses_is_named(
     dlcmd: Dlcmd, other_vendor: Keys, key: str, why: str
 ) -> None:
-    """The library then lists no object of its page; no empty dataset is left."""
+    """The library then lists no object of its page."""
     other_vendor.put({key: b"1", "fine": b"1"})
     (line,) = dlcmd("put", other_vendor.url, "pets", code=13).err.splitlines()
     assert f"/{shown(key.encode())} has {why}" in line
@@ -174,7 +171,7 @@ def test_a_key_that_another_vendors_library_refuses_is_named(
 def test_O3_a_store_that_requests_a_pause_of_a_minute_and_more_gets_it(
     keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`Retry-After` requests it, and it is longer than our own deadline."""
+    """`Retry-After` is longer than our own deadline."""
     waited: list[float] = []
     monkeypatch.setattr(LongPauses, "wait", lambda _, seconds, __: waited.append(seconds))
     busy = Rule("GET", "", status=503, headers={"Retry-After": "90"}, times=2)

@@ -1,8 +1,8 @@
 """Tests of `dlcmd` and `diesel-server` on hosts with a wrong clock (K2 and K4 in tests/FAULTS.md).
 
-libfaketime shows another time to one program; Redis and the file system have the right time. It is
-loaded by `LD_PRELOAD`, since the program `faketime`, when it is killed with a server, leaves a
-semaphore behind, and a later `faketime` with the same process ID would fail with exit code 1.
+libfaketime shows another time to one program; Redis and the file system have the right time. It
+is loaded by `LD_PRELOAD`, since a killed `faketime` leaves a semaphore behind, with which a
+later one of the same process ID would fail.
 """
 
 import os
@@ -35,7 +35,6 @@ LAST_SECOND = 2**32 - 1
 
 @pytest.fixture(params=fast_first(["sqlite", "redis"]))
 def url(request: pytest.FixtureRequest, dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A repository with a metadata store that has the right time."""
     url = dlcmd.store.as_uri()
     if request.param == "redis":
         url = f"{url}?meta={emptied_server().url}"
@@ -44,7 +43,6 @@ def url(request: pytest.FixtureRequest, dlcmd: Dlcmd, monkeypatch: pytest.Monkey
 
 
 def clock(when: str) -> dict[str, str]:
-    """The environment of a program whose clock shows `when`; with a sign, an offset from now."""
     return {"LD_PRELOAD": "/usr/$LIB/faketime/libfaketimeMT.so.1", "FAKETIME": when}
 
 
@@ -73,8 +71,6 @@ def clock_ahead(seconds: float) -> Iterator[None]:
 
 
 def test_K2_a_clock_that_is_ahead_writes_nothing(dlcmd: Dlcmd, url: str, tmp_path: Path) -> None:
-    """A put is refused before anything is written. All other verbs work, and so does a put by a
-    clock that is a little ahead or far behind."""
     source = write(tmp_path / "source", {"a": b"1", "b": b"2"})
     dlcmd("put", source, "pets")
     before, listed = objects(dlcmd.store), dlcmd("ls", "-lR", "pets").out
@@ -119,9 +115,8 @@ def test_K2_behind_a_server_only_its_clock_counts(
 
 
 def test_K2_ids_from_the_future_lock_nobody_out(dlcmd: Dlcmd, url: str, tmp_path: Path) -> None:
-    """The later writer wins, `verify` notes the IDs, and a rebuild gives the same dataset. A chunk
-    that a killed put has stored is as old as its object: the next put adopts it after the put
-    window."""
+    """A chunk that a killed put has stored is as old as its object: the next put adopts it after
+    the put window."""
     source = write(tmp_path / "source", {"a": b"1", "b": b"2"})
     with clock_ahead(YEAR_S), LocalRepository.open(url, create=True) as repository:
         writer = Writer(repository, "pets")

@@ -37,7 +37,7 @@ CONTROL_A, CONTROL_E, TAB = "\x01", "\x05", "\t"
 
 
 def _words(shell: str, lines: list[str], folder: Path) -> list[list[str]]:
-    """The words into which the shell splits each of these lines, after a TAB at its end."""
+    """Return the words into which the shell splits each of these lines, after a TAB at its end."""
     main, end = pty.openpty()
     environment = program_environment() | {"TERM": "dumb", "HOME": str(folder), "LC_ALL": "C.UTF-8"}
     programs = folder / "programs"
@@ -90,7 +90,6 @@ def pets(dlcmd: Dlcmd, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_shell_completes_verbs_and_addresses(shell: str, pets: str, tmp_path: Path) -> None:
-    """The inserted text is quoted, so that the command gets the name itself."""
     (tmp_path / "local file").touch()
     expected = {
         "dlcmd mou": ["dlcmd", "mount"],
@@ -139,7 +138,7 @@ def test_in_a_large_folder_only_the_common_beginning_is_completed(
 
 @each_row("url", ["diesel://192.0.2.1:9300", "file:///nowhere", "bad"])
 def test_a_repository_that_cannot_be_read_completes_nothing(url: str, tmp_path: Path) -> None:
-    """If it does not answer, the program ends: a TAB must not hang."""
+    """A TAB must not hang."""
     request = {"_DLCMD_COMPLETE": "zsh", "_DLCMD_LINE": "dlcmd ls pe", "DIESEL_URL": url}
     key = {"DIESEL_USER": "me", "DIESEL_KEY": "A" * 43}
     done = subprocess.run(

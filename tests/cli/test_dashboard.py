@@ -89,7 +89,6 @@ def board(place: Place) -> Iterator[Dashboard]:
 @pytest.mark.deep
 @pytest.mark.fuse
 def test_figures_of_a_mount_equal_those_of_stats(place: Place, board: Dashboard) -> None:
-    """Counters, and the position of the reader of a plan; in the state that follows a read."""
     mounted = place.mount("plain")
     path = str(mounted)
     before = board.until(lambda state: item(state, "mounts", path=path).get("totals"))
@@ -163,7 +162,7 @@ def test_a_task_shows_its_members_and_their_shares(place: Place, board: Dashboar
 
 @pytest.mark.fuse
 def test_hostile_names_are_text(place: Place, board: Dashboard) -> None:
-    """A folder and a reading program with names of HTML and control characters."""
+    """The names contain HTML and control characters."""
     mounted = place.mount(HOSTILE)
     path = f"{place.folder}/" + '<img src=x onerror="alert(1)">\\n\\x1b[31m&amp;'
     board.until(lambda state: item(state, "mounts", path=path).get("totals"))
@@ -195,8 +194,6 @@ def test_a_mount_whose_process_is_killed_is_lost(place: Place, board: Dashboard)
 
 
 def test_a_server_and_its_death_are_shown(tmp_path: Path) -> None:
-    """It shows the figures of a put through it. When it comes again at its port, it is live
-    again."""
     store = (tmp_path / "store").as_uri()
     credentials = new_repository(store)["root"]
     port = free_port()
@@ -274,7 +271,7 @@ def test_many_datasets_are_listed_and_a_repository_may_be_missing(tmp_path: Path
 
 
 def test_the_page_is_small_and_names_no_other_host(board: Dashboard) -> None:
-    """All of it comes from the program, with headers that forbid everything else."""
+    """Headers forbid everything else."""
     got = board.get("/")
     policy = got.headers["content-security-policy"]
     assert got.status == 200
@@ -422,7 +419,6 @@ def test_a_servers_metrics_are_understood() -> None:
 
 
 def test_a_history_keeps_an_hour() -> None:
-    """It forgets points in the future when the clock is set back."""
     history, newest = History(("read", "store")), POINTS + 9
     for number in range(POINTS + 10):
         history.add(1000.0 + EVERY_S * number, {"read": number})

@@ -74,7 +74,6 @@ def test_H10_names_are_raw_in_a_pipe_and_marked_in_json(dlcmd: Dlcmd, tmp_path: 
 def test_recover_since_prints_how_it_understood_the_time(
     dlcmd: Dlcmd, pets: Path, monkeypatch: pytest.MonkeyPatch, text: str, understood: str
 ) -> None:
-    """It refuses one in the future."""
     assert pets.exists()
     monkeypatch.setenv("TZ", "America/New_York")
     time.tzset()
@@ -166,7 +165,6 @@ def test_delete_dataset_needs_a_confirmation(dlcmd: Dlcmd, pets: Path) -> None:
 
 
 def test_a_snapshot_goes_to_a_file_and_is_checked(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:
-    """A device or fifo stays one; with /dev/stdout nothing else is printed there."""
     file = tmp_path / "pets.snapshot"
     dlcmd("save-meta", "pets", file)
     assert dlcmd.fifo("save-meta", "pets") == file.read_bytes()

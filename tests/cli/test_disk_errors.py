@@ -95,7 +95,6 @@ def test_a_metadata_store_that_cannot_be_opened_is_named(dlcmd: Dlcmd, source: P
 
 
 def test_a_packing_process_ends_its_chunk_after_its_put(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """The put is killed, or it ends with another packing process's error."""
     source = write(tmp_path / "src", {str(i): os.urandom(9000) for i in range(40)})
     dlcmd("put", write(tmp_path / "first", {}), "pets")
     options = ("--jobs", "1", "--chunk-size", "64K")

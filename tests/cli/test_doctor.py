@@ -1,9 +1,8 @@
 """`dlcmd doctor` names planted faults and their cures, and leaves nothing behind.
 
-A table of values tests the meaning of facts. Real faults test how facts are found: a device is
-hidden in a mount namespace, disks are full, daemons are killed or stopped, servers refuse. If a
-fault needs a namespace, or a process of its own, the program runs in one; there it does not see the
-mounts of other tests, which may be dying.
+A table of values tests the meaning of facts. Real faults test how facts are found. If a fault
+needs a namespace, the program runs in one; there it does not see the mounts of other tests,
+which may be dying.
 """
 
 import json
@@ -60,8 +59,6 @@ OUR_PATH = os.pathsep.join(filter(None, sys.path))
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The doctor's answer: its exit code, its findings, and its output."""
-
     code: int
     findings: Sequence[Mapping[str, object]]
     err: str
@@ -476,7 +473,6 @@ def test_a_clock_that_is_off(pets: Dlcmd) -> None:
 def test_redis_faults(
     pets: Dlcmd, doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It keeps no log, is full, gets a wrong password, and has gone."""
     with RedisServer(tmp_path / "redis", port=free_port()) as redis:
         url = f"{pets.store.as_uri()}?meta={redis.tcp_url}"
         pets("--url", url, "recover", "pets")

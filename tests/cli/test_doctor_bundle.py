@@ -53,7 +53,6 @@ def test_secrets_are_removed_from_texts(text: str, left: str | None) -> None:
 
 
 def test_secrets_are_removed_from_values_and_numbers_stay(tmp_path: Path) -> None:
-    """Secrets in files are known, too. It does not wait for a fifo."""
     password, fifo = tmp_path / "password", tmp_path / "fifo"
     password.write_text("s\u00e9cret-of-redis\n", encoding="utf-8")
     os.mkfifo(fifo)
@@ -119,7 +118,6 @@ def test_the_archive_outlives_the_reader_of_the_list(dlcmd: Dlcmd, tmp_path: Pat
 
 
 def test_a_file_that_exists_is_not_replaced(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """Other bad names are also refused before any file is read."""
     archive = write(tmp_path, {"help.tgz": b"of somebody"}) / "help.tgz"
     (tmp_path / "link.tgz").symlink_to(tmp_path / "elsewhere")
     for there in (archive, tmp_path / "link.tgz"):

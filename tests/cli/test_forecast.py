@@ -42,8 +42,6 @@ class Row(TypedDict):
 
 
 class Printed(TypedDict):
-    """The output of `--json`; only the members that the tests read."""
-
     files: int
     bytes: int
     assumed: list[str]
@@ -175,7 +173,6 @@ def test_a_page_has_a_plot_of_each_kind(dlcmd: Dlcmd, tmp_path: Path) -> None:
 def test_the_first_line_has_the_recommended_options(
     dlcmd: Dlcmd, words: list[str], begins: str, mount: str
 ) -> None:
-    """The dataset fits in one machine, in all together, with an SSD, or not at all."""
     printed = dlcmd("forecast", "pets", "--shuffle", "full", *words).out.decode().splitlines()
     command = f"dlcmd mount pets /mnt/pets {mount}"
     assert printed[0].startswith(f"pets (900.0 kB) {begins}")

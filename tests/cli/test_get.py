@@ -49,7 +49,6 @@ def test_a_file_or_link_comes_back_under_a_name(dlcmd: Dlcmd, pets: Path, tmp_pa
 
 
 def test_M4_replacing_other_files_needs_force(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:
-    """Even with `--force`, a folder is not replaced."""
     out = write(tmp_path / "out", {"a": b"mine", "sub/b": b"22"})
     (out / "a").chmod(0o400)
     os.mkfifo(out / "link")  # opening it would wait for ever
@@ -88,7 +87,6 @@ def test_M3_a_link_that_is_there_is_not_followed(dlcmd: Dlcmd, pets: Path, tmp_p
 
 @pytest.fixture
 def ordinary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of an ordinary user. This process becomes that user: root ignores modes."""
     if os.geteuid():
         yield tmp_path
         return
@@ -198,7 +196,7 @@ def test_a_tar_comes_back_by_a_name_or_a_pipe(dlcmd: Dlcmd, tmp_path: Path) -> N
 
 
 def test_E9_a_full_disk_names_the_file_that_is_not_written(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """Each verb that writes a file that its user names does so, and leaves no partial file."""
+    """Each verb that writes a file that its user names does so."""
     dlcmd("put", write(tmp_path / "src", {"a": os.urandom(1 << 20)}), "pets")
     with small_disk(tmp_path / "disk", "size=64k") as disk:
         tar = disk / "x.tar"

@@ -42,7 +42,6 @@ from .conftest import Dlcmd, program_environment
     ],
 )
 def test_options_are_refused(dlcmd: Dlcmd, tmp_path: Path, words: list[str], message: str) -> None:
-    """So are those that would have no effect."""
     assert message in dlcmd("mount", *words, "pets", tmp_path / "mnt", code=2).err
     assert not (tmp_path / "mnt").exists()
 
@@ -60,7 +59,6 @@ def test_impossible_places_are_errors(dlcmd: Dlcmd, tmp_path: Path) -> None:
 
 @pytest.mark.fuse
 def test_a_terminal_shows_the_progress_of_loading(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """With `--policy oneshot`, the bar grows until all files are loaded or no room is left."""
     files = {f"{number}": os.urandom(60_000) for number in range(200)}
     dlcmd("put", "--chunk-size", "256K", write(tmp_path / "src", files), "pets")
     at = tmp_path / "mnt"
@@ -230,7 +228,7 @@ def test_statistics_are_shown_in_groups_with_units() -> None:
 
 @pytest.mark.fuse
 def test_a_missing_folder_is_made_and_removed_with_its_mount(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """So are the missing folders above it, and only those, however the mount ends."""
+    """So are the missing folders above it."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     (tmp_path / "there").mkdir()
     folder = tmp_path / "there/made/mnt"
@@ -296,7 +294,6 @@ MOMENTS: dict[str, Callable[[Path], object]] = {
 def test_a_mount_that_is_interrupted_leaves_nothing(
     dlcmd: Dlcmd, tmp_path: Path, moment: str, number: signal.Signals, code: int
 ) -> None:
-    """After Ctrl-C, a closed terminal or a kill, no mount appears later."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     folder = tmp_path / "made" / "mnt"
     for attempt in range(20):  # it may be ready before it is interrupted
@@ -340,7 +337,6 @@ def test_a_mount_of_a_version_that_may_be_old_prints_a_note(dlcmd: Dlcmd, tmp_pa
 
 
 def budget_of_master(dlcmd: Dlcmd, at: Path) -> int:
-    """The memory of the master of a mount's task; 0 until the mount knows."""
     match dlcmd("--json", "stats", at).objects[0]["task"]:
         case {"node_cache": {"memory_budget_bytes": int(budget)}}:
             return budget
@@ -351,9 +347,8 @@ def budget_of_master(dlcmd: Dlcmd, at: Path) -> int:
 def test_H25_a_mount_right_after_another_has_its_own_options(
     dlcmd: Dlcmd, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The master of the former one, which stays for some seconds, makes way; also if the new one
-    leaves an option at its default. A master that is in use keeps its options, and a note reports
-    that."""
+    """The master of the former one, which stays for some seconds, makes way, even if the new one
+    leaves an option at its default. A master that is in use keeps its options."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1" * 5000}), "pets")
     at, other = tmp_path / "mnt", tmp_path / "other"
     seen = list[int]()

@@ -77,7 +77,6 @@ class Machine:
         self.url = f"url={(folder / 'store').as_uri()}"
 
     def __call__(self, *command: str | Path, code: int = 0) -> str:
-        """The output of a command, which must end with this code."""
         enter = ["nsenter", f"--target={self._pid}", "--mount", "--pid", "--wd=/"]
         done = subprocess.run(
             [*enter, *command],
@@ -144,7 +143,6 @@ class TestMount:
     pytestmark = boots
 
     def test_mount_and_umount(self, machine: Machine, session: str) -> None:
-        """All processes have ended when umount(8) returns; a mount in use stays."""
         at = machine.made(session)
         options = f"{machine.url},session={session},allow_other,memory=64M,_netdev,x-foo,nofail"
         machine("mount", "-t", "diesel", "pets", at, "-o", options)
@@ -160,7 +158,6 @@ class TestMount:
         assert machine("cat", "/run/mount/utab") == ""
 
     def test_fstab_and_the_places_of_files(self, machine: Machine) -> None:
-        """A second `mount -a` changes nothing. Without a home folder the logs lie in /var/lib."""
         at = machine.made("fstab")
         fstab = machine.fstab(
             f"pets {at} diesel {machine.url},memory=64M,nofail,_netdev",
@@ -234,7 +231,7 @@ class TestMount:
 
 
 def test_every_option_of_dlcmd_mount_is_a_mount_option() -> None:
-    """The help lists all of them. A mount cannot be changed."""
+    """A mount cannot be changed."""
     given = 'rw,url="diesel://a:1,b:2",username=me,group_size=7,follow,user=joe,nosuid,x-a.b=c'
     assert dlcmd_options(split_options(given), sloppy=False) == [
         "--url=diesel://a:1,b:2", "--user=me", "--group-size=7", "--follow"

@@ -49,8 +49,6 @@ def test_N4_addresses_and_listings_are_bytes(dlcmd: Dlcmd, odd: Path) -> None:
 def test_N4_errors_and_json_are_text(
     dlcmd: Dlcmd, odd: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:
-    """With any encoding of the terminal, JSON is valid, different names stay different, and no
-    control character is printed."""
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
     os.mkfifo(odd / text(b"\xff\x1b[31m pipe"))
     result = dlcmd.program("put", "--json", odd, "ds", code=3)
@@ -81,7 +79,6 @@ def test_N4_lists_and_filters_take_bytes(dlcmd: Dlcmd, odd: Path) -> None:
 
 
 def test_I11_a_path_that_is_listed_twice_is_put_once(dlcmd: Dlcmd, odd: Path) -> None:
-    """The list may spell it in two ways."""
     names = odd.with_name("names")
     names.write_bytes(b"\xff\n./\xff\n\xff\n\xff/\n\xc3\n")
     done = dlcmd("put", "--json", "--files-from", names, odd, "ds").objects[-1]
@@ -89,7 +86,6 @@ def test_I11_a_path_that_is_listed_twice_is_put_once(dlcmd: Dlcmd, odd: Path) ->
 
 
 def test_N4_a_repositorys_folder_must_be_text(dlcmd: Dlcmd, odd: Path, tmp_path: Path) -> None:
-    """The error names the URL; no folder of a similar name is made."""
     store = tmp_path / text(b"store \xff\xed\xa0\x80")
     before = sorted(os.listdir(os.fsencode(tmp_path)))
     result = dlcmd("put", "--url", store.as_uri(), odd, "ds", code=2)

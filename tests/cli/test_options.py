@@ -38,7 +38,6 @@ def taken(command: click.Command, option: click.Option, text: str) -> object:
 
 
 def test_I13_each_option_refuses_other_types_of_values(tmp_path: Path) -> None:
-    """The error names the option and describes the right values."""
     (tmp_path / "file").touch()
     tried = set[str]()
     for name, command, option in WITH_VALUES:

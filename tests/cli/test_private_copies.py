@@ -75,8 +75,8 @@ def user(dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> User:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_E12_a_flipped_bit_changes_no_answer_and_is_never_published(user: User, place: str) -> None:
-    """`ls`, `get` and `verify` fetch the version again, which replaces the damaged copy. The next
-    put starts from the published snapshot, and all users read the right bytes."""
+    """`ls`, `get` and `verify` fetch the version again. The next put starts from the published
+    snapshot."""
     user.flip(PLACES[place])
     assert user.dlcmd("ls", "-lR", "--json", "pets").out == user.listed
     user.flip(PLACES[place])

@@ -92,7 +92,6 @@ def test_an_error_is_one_line_and_with_json_an_object(dlcmd: Dlcmd, tmp_path: Pa
 
 
 def test_without_a_verb_it_prints_its_help(dlcmd: Dlcmd) -> None:
-    """The help goes to stderr, since nothing was done."""
     for words in ([], ["user"]):
         result = dlcmd(*words, code=2)
         assert result.out == b""
@@ -146,7 +145,6 @@ def test_an_exception_becomes_one_line_and_an_exit_code(
 
 
 def test_tracebacks_of_bugs(dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For an expected error it prints the causes instead."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     for words, code in (
         (["ls", "nowhere"], 10),
@@ -180,7 +178,7 @@ def test_help_has_examples_and_the_global_options(dlcmd: Dlcmd, name: str) -> No
 
 
 def test_the_table_of_verbs_names_each_command() -> None:
-    """Each verb has a module and a command of its name. Synonyms are no verbs, and mean verbs."""
+    """Synonyms are no verbs, and mean verbs."""
     found = commands()
     assert list(dict.fromkeys(name.split()[0] for name in found)) == list(main.VERBS)
     assert [command.name for command in found.values()] == [name.split()[-1] for name in found]
@@ -191,7 +189,6 @@ def test_the_table_of_verbs_names_each_command() -> None:
 def test_the_recipe_for_a_verb_makes_one(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its blocks of code in CONTRIBUTING.md are the module and its line in VERBS."""
     page = Path(__file__).parents[2].joinpath("CONTRIBUTING.md").read_text(encoding="utf-8")
     recipe = page.partition("### a verb of `dlcmd`")[2].partition("\n### ")[0]
     module, line = map(dedent, re.findall(r"^ +```python\n(.*?)^ +```", recipe, re.M | re.S))
@@ -236,7 +233,6 @@ def by_shell(script: str, folder: Path, *words: str | Path) -> "subprocess.Compl
 
 
 def test_a_closed_stdout_is_an_error_of_one_line(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """A put goes on."""
     source = write(tmp_path / "src", {"a": b"1"})
     for closed in (">&-", ">&- 2>&-"):
         done = by_shell(f"$dlcmd {closed}", tmp_path, "-q", "put", source, "pets")
@@ -254,7 +250,6 @@ def test_a_current_folder_that_has_been_removed_is_named(tmp_path: Path) -> None
 
 
 def test_a_url_names_a_folder_of_any_bytes(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """A bad one is refused."""
     url = f"{tmp_path.as_uri()}/%23%c3%a9%3f"
     dlcmd("--url", url, "put", write(tmp_path / "src", {"a": b""}), "pets")
     assert os.path.isdir(os.fsencode(tmp_path) + b"/#\xc3\xa9?/datasets")

@@ -68,14 +68,12 @@ def test_kept_versions_are_listed_and_read(filled: Dlcmd, tmp_path: Path) -> Non
     ],
 )
 def test_verbs_that_write_refuse_a_version(filled: Dlcmd, words: str) -> None:
-    """All verbs refuse texts that are no version."""
     with chdir(filled.store.parent):
         filled(*words.split(), code=2)
     assert filled("cat", "pets/c").out == b"newer"
 
 
 def test_purge_frees_space(filled: Dlcmd) -> None:
-    """Kept versions stay, until the policy is changed."""
     first = versions(filled)[0]["version"]
     before = filled("--json", "du", "pets").objects[0]
     assert 89_000 < int(str(before["reclaimable_bytes"])) < 92_000

@@ -40,7 +40,6 @@ def test_a_folder_is_put_once(dlcmd: Dlcmd, tmp_path: Path) -> None:
 
 
 def test_odd_names_survive_put_and_get(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """Names that are not text, broken links, old times, empty files and folders."""
     source = odd_tree(tmp_path / "src")
     dlcmd("put", source, "odd")
     dlcmd("get", "odd", tmp_path / "out")
@@ -114,8 +113,7 @@ def test_a_dry_run_changes_nothing_on_disk(dlcmd: Dlcmd, tmp_path: Path) -> None
 
 
 def test_a_dry_run_names_what_would_be_deleted(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """It names the first ten, with -v or --json all; folders come before their entries. Nothing is
-    deleted."""
+    """It names the first ten, with -v or --json all."""
     gone = [b"old", *(b"old/%02d" % i for i in range(11)), b"old/\xff"]
     before = {"kept": b"1"} | {os.fsdecode(path): b"" for path in gone[1:]}
     dlcmd("put", write(tmp_path / "before", before), "pets")
@@ -139,7 +137,7 @@ def test_a_dry_run_names_what_would_be_deleted(dlcmd: Dlcmd, tmp_path: Path) -> 
 def test_put_notes_special_mode_bits_and_hard_links_that_are_not_kept(
     dlcmd: Dlcmd, tmp_path: Path, kind: str, stripped: int, links: int
 ) -> None:
-    """The note is one line, about the entries that were put now; a second put notes nothing."""
+    """The note is one line, about the entries that were put now."""
     source = write(tmp_path / "src", {"su/passwd": b"1", "su/large": bytes(200_000), "plain": b"2"})
     for name, mode in (("passwd", 0o4755), ("large", 0o2711), ("", 0o1777)):
         (source / "su" / name).chmod(mode)
@@ -164,7 +162,7 @@ def test_put_notes_special_mode_bits_and_hard_links_that_are_not_kept(
 
 
 def test_progress_counts_a_large_file_once(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """It counts entries, not extents: otherwise it would show 17 of 2."""
+    """Entries and not extents: otherwise it would show 17 of 2."""
     source = write(tmp_path / "src", {"big": os.urandom(1 << 20)})
     done = dlcmd("--json", "put", "--chunk-size", "64K", source, "pets").objects[-1]
     assert (done["entries"], done["chunks"]) == (2, 16)
@@ -193,7 +191,6 @@ def test_only_the_paths_of_files_from_are_put(dlcmd: Dlcmd, tmp_path: Path) -> N
 
 
 def test_include_and_exclude_choose_files(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """They also choose among the files that `--files-from` names."""
     files = dict.fromkeys(["a.txt", "b.jpg", "cache/x.jpg", "d/c.jpg"], b"")
     names = write(tmp_path / "lists", {"names": "".join(f"./{n}\n" for n in files).encode()})
     filters = ("--exclude", "cache", "--include", "*.jpg", write(tmp_path / "src", files))

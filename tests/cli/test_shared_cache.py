@@ -30,8 +30,6 @@ LIMIT = "4M"
 
 
 class Machine:
-    """Mounts datasets with one cache folder."""
-
     def __init__(self, dlcmd: Dlcmd, folder: Path) -> None:
         self._dlcmd, self._folder = dlcmd, folder
         self._cache = folder / "cache"
@@ -60,7 +58,6 @@ class Machine:
             assert (at / source.name).read_bytes() == source.read_bytes()
 
     def end(self, name: str) -> None:
-        """Unmount; the master then writes its chunks in memory, and ends."""
         master = self._masters[name]
         self._dlcmd("umount", self._folder / f"{name}.mount")
         with suppress(ProcessLookupError):

@@ -65,8 +65,7 @@ def test_a_tree_is_put_listed_and_written_back(shared: Dlcmd, tmp_path: Path) ->
 def test_C3_an_emptied_redis_is_not_an_empty_repository(
     shared: Dlcmd, redis_server: RedisServer, tmp_path: Path
 ) -> None:
-    """Readers use the snapshot; recovery also restores the files that only the newest chunks
-    have."""
+    """Recovery also restores the files that only the newest chunks have."""
     source = write(tmp_path / "source", {f"d{i % 3}/{i}": os.urandom(100) for i in range(100)})
     shared.program("put", source, "pets")
     write(source, {"d0/newer": b"newer"})
@@ -133,7 +132,6 @@ def test_C3_C4_counts_that_an_emptied_redis_has_lost_are_not_shown(
 def test_C2_redis_is_killed_in_the_middle_of_a_put(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It restarts with its log: the put goes on, and no file is missing or counted twice."""
     source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(400)})
     log = {"appendonly": "yes", "appendfsync": "always"}
     with RedisServer(tmp_path / "redis", log) as server:
@@ -213,8 +211,8 @@ def test_archives_in_a_bucket_are_put_once(shared: Dlcmd, s3: Server) -> None:
 
 
 def test_the_objects_of_a_bucket_are_put(shared: Dlcmd, s3: Server, tmp_path: Path) -> None:
-    """The bucket also has a folder object, as cloud consoles make them. A single object is put as a
-    single file is; if objects lie below its key as a prefix, those are put instead."""
+    """Cloud consoles make folder objects. A single object is put as a single file is, unless
+    objects lie below its key as a prefix."""
     place = s3.place()
     prefix = place.removeprefix(f"s3://{s3.bucket}/")
     client = boto3.client("s3", endpoint_url=s3.environ["AWS_ENDPOINT_URL"])
@@ -238,8 +236,6 @@ def test_the_objects_of_a_bucket_are_put(shared: Dlcmd, s3: Server, tmp_path: Pa
 def test_C1_while_redis_is_down_a_put_fails_and_readers_note_it(
     shared: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A put fails before any chunk. Reading goes on, and the note is printed once, unless -q is
-    given."""
     source = write(tmp_path / "source", {"a": b"1", "b": b"2"})
     shared.program("put", source, "pets")
     place, down = os.environ["DIESEL_URL"].partition("?")[0], "meta=redis://me:hush@127.0.0.1:1"

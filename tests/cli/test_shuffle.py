@@ -21,8 +21,6 @@ NUMBERS = ("--seed", "7", "--epoch", "3")
 
 
 class Printed(TypedDict):
-    """The output of `--quality --json`; only the members that the tests read."""
-
     files: int
     classes: int
     batch_files: int
@@ -112,7 +110,6 @@ def test_a_plot_shows_each_group_size(dlcmd: Dlcmd, view: Snapshot, tmp_path: Pa
 
 
 def test_N4_names_with_a_newline_need_nul(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """An error is printed instead of a list in which a name takes two lines."""
     source = write(tmp_path / "odd", {"a/x": b"1", "b\nb/y": b"2", "a/\udcff": b"3"})
     dlcmd("put", source, "odd")
     result = dlcmd("shuffle", "odd", *NUMBERS, code=2)

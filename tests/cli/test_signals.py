@@ -1,7 +1,6 @@
 """Signals and lost readers while a put of a folder has packing processes (A15 in FAULTS.md).
 
-The put is stopped (SIGSTOP) in its middle, so the event that ends it always comes then. A test
-whose put is done before that fails.
+The put is stopped (SIGSTOP) in its middle, so the event that ends it always comes then.
 """
 
 import os
@@ -38,8 +37,6 @@ def source(tmp_path: Path) -> Path:
 
 @dataclass(slots=True)
 class Put:
-    """A put that is stopped in its middle, and its packing processes."""
-
     process: "subprocess.Popen[bytes]"
     packers: list[int]
 
@@ -126,8 +123,6 @@ def put_again(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> int:
 def test_A15_a_signal_in_the_middle_of_a_folder(
     dlcmd: Dlcmd, source: Path, tmp_path: Path, number: int, group: bool, code: int, words: str
 ) -> None:
-    """It prints one line, ends with its exit code, and leaves no process; the same command finishes
-    it."""
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("this process ignores the signal (nohup), and so do its children")
     with stopped_put(dlcmd, source) as put:
@@ -161,8 +156,7 @@ def test_A15_a_put_under_nohup_ignores_SIGHUP(dlcmd: Dlcmd, source: Path, tmp_pa
 
 
 def test_A15_a_killed_packer_ends_the_put(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
-    """The kernel kills it when memory runs out: the put names the reason, and ends the other
-    processes."""
+    """The kernel kills it when memory runs out."""
     with stopped_put(dlcmd, source) as put:
         os.kill(put.packers[0], signal.SIGKILL)
         code, err = put.end()
@@ -177,8 +171,8 @@ def test_A15_a_killed_packer_ends_the_put(dlcmd: Dlcmd, source: Path, tmp_path: 
 def test_A15_EPIPE_in_the_middle_of_a_folder(
     dlcmd: Dlcmd, source: Path, tmp_path: Path, options: tuple[str, ...], errors_too: bool
 ) -> None:
-    """The reader of the progress has ended: the put goes on to its end, and puts everything. If
-    errors cannot be printed either, only the exit code shows them."""
+    """The reader of the progress has ended. If errors cannot be printed either, only the exit code
+    shows them."""
     if errors_too:
         os.mkfifo(source / "pipe")  # it will be named, although no process reads that
     receiver, sender = os.pipe()

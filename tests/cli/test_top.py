@@ -61,8 +61,7 @@ def sample(
 
 
 def test_the_remainder_of_an_interval_belongs_to_readers_that_were_seen() -> None:
-    """A request shows a reader, or the position of a plan. Otherwise none was seen: the samples
-    themselves are no sign of a reader."""
+    """A request shows a reader, or the position of a plan; the samples themselves do not."""
     first = sample(100.0)
     found = interval(first, sample(102.0, 0.5, rank=40), own_pid=OWN)
     assert (found["interval_s"], found["waited_s"], found["waiting"]) == (2.0, 0.5, 0.25)
@@ -78,7 +77,6 @@ def test_the_remainder_of_an_interval_belongs_to_readers_that_were_seen() -> Non
 
 
 def test_the_view_shows_causes_readers_and_plans() -> None:
-    """It fits the terminal's size, and has nothing that would change the terminal's state."""
     found = interval(sample(100.0), sample(101.0, 0.25, position=10, rank=9, cat=2), own_pid=OWN)
     text = "\n".join(screen(sample(101.0), found, 100, 40))
     for line in (

@@ -104,7 +104,6 @@ def assert_loads(dlcmd: Dlcmd, at: Path, place: Path, paths: Iterable[str]) -> N
 
 
 def loaded(result: dict[str, object]) -> tuple[object, ...]:
-    """The numbers of files that exist, are in memory, are in a cache, and had no room."""
     names = ("files", "memory_files", "cache_files", "left_files")
     return tuple(result[name] for name in names)
 
@@ -174,7 +173,6 @@ def test_too_small_a_memory_is_filled_and_the_right_one_named(
 
 
 def test_a_cache_gets_what_memory_cannot_hold(dlcmd: Dlcmd, mounted: Mount, tmp_path: Path) -> None:
-    """A file that is larger than the memory for pages goes there, too."""
     large = os.urandom(2_000_000)
     dlcmd("put", "--chunk-size", "256K", write(tmp_path / "more", {"large": large}), "pets/more")
     at = mounted("--memory", "8M", "--cache-dir", str(tmp_path / "cache"), "--cache-size", "64M")
@@ -287,7 +285,6 @@ def _waiting_for_a_failing_store(dlcmd: Dlcmd, at: Path) -> Iterator["subprocess
 
 
 def test_ctrl_c_ends_a_plan(dlcmd: Dlcmd, mounted: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that fails ends the wait, too."""
     at = mounted("--memory", "256M")
     with _waiting_for_a_failing_store(dlcmd, at) as process:
         process.send_signal(signal.SIGINT)

@@ -106,7 +106,6 @@ def test_many_entries_are_named_in_any_way(dataset: Dataset) -> None:
 
 @each_row("missing", ["nowhere", b"d1/x", 10**6, -1, 2**70, np.int64(34)])
 def test_calls_raise_one_error_for_a_missing_entry(dataset: Dataset, missing: EntryKey) -> None:
-    """The error is also a FileNotFoundError, the kind that programs expect of files."""
     for call in (dataset.get, dataset.stat, dataset.ls, dataset.delete):
         with pytest.raises(NoSuchPath):
             call(missing)
@@ -133,7 +132,7 @@ def test_every_call_refuses_a_bad_path_or_index(dataset: Dataset, bad: EntryKey)
     "mixed", [["d1/f01", 3], [3, "d1/f01"], "d1/f01", b"d1/f01", np.zeros((2, 2), int), [True]]
 )
 def test_paths_and_indices_cannot_be_mixed(dataset: Dataset, mixed: list[int]) -> None:
-    """A single path is not taken for a list either: bytes could be read as many indices."""
+    """Bytes could be read as many indices."""
     for many in (dataset.read_many, dataset.stat_many):
         with pytest.raises(UsageError):
             many(mixed)
@@ -144,7 +143,6 @@ def test_paths_and_indices_cannot_be_mixed(dataset: Dataset, mixed: list[int]) -
 
 @pytest.fixture
 def before(url: str) -> int:
-    """A kept version, after which d0/f00 was changed and d0/f03 deleted."""
     with connect("ds", url) as dataset:
         version = dataset.version
         dataset.put(b"changed", "d0/f00")
@@ -208,7 +206,6 @@ def test_a_bad_version_is_refused(url: str, text: str, error: type[Exception]) -
 
 @pytest.mark.fuse
 def test_a_version_is_mounted_by_its_number(url: str, before: int, tmp_path: Path) -> None:
-    """`NAME@VERSION` and an open dataset that shows the version do the same."""
     point = tmp_path / "point"
     point.mkdir()
     with diesel_fs.mount(f"ds@{before}", point, url=url) as mounted:

@@ -108,7 +108,6 @@ def dataset(url: str) -> Iterator[Dataset]:
 
 
 def refusal(call: object, **arguments: object) -> str:
-    """The message of the error with which a call refuses its arguments at once."""
     assert callable(call)
     with pytest.raises(UsageError) as error:
         call(**arguments)

@@ -36,8 +36,8 @@ DEADLINE_S = 120.0
 
 @pytest.fixture
 def url(s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A new repository in a bucket, with its metadata in Redis, and a dataset of a few chunks that
-    was put from Python. When the test ends, the bucket's helper must end too."""
+    """The dataset has a few chunks and was put from Python. When the test ends, the bucket's helper
+    must end too."""
     # A `dlcmd` that ran in this process opens buckets without a helper
     monkeypatch.setattr(opening, "_opener", opening._by_helper)
     for name, text in s3.environ.items():
@@ -56,7 +56,6 @@ def url(s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) 
 
 
 def helpers(url: str) -> list[int]:
-    """The helper processes that use a bucket for others."""
     words = {b"diesel_fs.storage.objects.cloud.proxy_process", url.split("?")[0].encode()}
     found = []
     for each in Path("/proc").glob("[0-9]*/cmdline"):
@@ -130,7 +129,6 @@ def test_Z9_forked_children_share_their_parents_helper(url: str) -> None:
 
 
 def test_Z9_a_child_that_outlives_its_parent_reads_on(url: str) -> None:
-    """The helper ends when the last process that reads from it ends."""
     reports, report = os.pipe()
     waits, go_on = os.pipe()
 
@@ -157,7 +155,6 @@ def test_Z9_a_child_that_outlives_its_parent_reads_on(url: str) -> None:
 
 
 def test_a_killed_helper_is_replaced_and_logged(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The same holds in a forked child."""
     with connect("pets", url, memory_bytes=1) as dataset:
         assert dataset.get("d0/f00") == CONTENTS["d0/f00"]
         (before,) = helpers(url)

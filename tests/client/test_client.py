@@ -46,14 +46,12 @@ def filled(url: str) -> str:
 
 @pytest.fixture
 def dataset(filled: str) -> Iterator[Dataset]:
-    """A dataset of 200 files in seven folders."""
     with connect("ds", filled) as opened:
         yield opened
 
 
 @pytest.fixture
 def new(url: str) -> Iterator[Dataset]:
-    """An empty dataset."""
     with connect("ds", url, create=True) as opened:
         yield opened
 
@@ -150,7 +148,6 @@ def test_load_meta_recognises_old_snapshots_without_metadata(filled: str, tmp_pa
 
 
 def test_E1_Z10_a_damaged_or_truncated_saved_snapshot(dataset: Dataset, tmp_path: Path) -> None:
-    """`load_meta` reads the user's file once, and maps a private copy."""
     saved = tmp_path / "saved.snapshot"
     dataset.save_meta(saved)
     good = saved.read_bytes()
@@ -247,7 +244,6 @@ def large(url: str, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("way", ["read_many", "get", "get by path"])
 def test_an_epoch_in_chunk_wise_order_loads_each_chunk_once(large: str, way: str) -> None:
-    """At most two groups of five chunks are in memory."""
     with connect("large", large, memory_bytes=12 * CHUNK_BYTES_MIN) as dataset:
         sizes, reader = dataset.snapshot.chunk_sizes, dataset._reader
         assert len(sizes) >= 60
@@ -289,7 +285,6 @@ def test_shuffle_of_a_part_and_a_folder(large: str) -> None:
 
 
 def test_memory_bytes_is_a_limit(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without `memory_bytes`, the memory grows to the size that two groups of chunks need."""
     with connect("large", large, memory_bytes=3 * CHUNK_BYTES_MIN) as dataset:
         with pytest.raises(UsageError, match="smaller group_size, or open"):
             dataset.shuffle(seed=1, epoch=2, group_size=20)
@@ -348,7 +343,7 @@ def test_put_refuses_a_path_below_a_file(new: Dataset, tmp_path: Path) -> None:
 
 
 def test_put_knows_its_own_entries_in_an_older_version(new: Dataset, tmp_path: Path) -> None:
-    """A version that `load_meta` shows may lack entries that the same object has put and
+    """`load_meta` shows a version that may lack entries that the same object has put and
     flushed."""
     new.save_meta(tmp_path / "before")
     new.put(b"data", "file")
@@ -381,8 +376,7 @@ def test_put_refuses_a_conflict_with_another_writers_entry(url: str, new: Datase
 
 
 def test_O15_a_lost_chunk_fails_every_flush(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full once. If a later flush succeeded, the caller would take all puts for
-    stored."""
+    """If a later flush succeeded, the caller would take all puts for stored."""
     real, full = FolderStore.put, [True]
 
     def put(self: FolderStore, name: str, parts: Sequence[bytes | memoryview]) -> None:

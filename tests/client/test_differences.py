@@ -81,7 +81,6 @@ def folder_differs(
 
 
 def test_a_folder_differs_as_its_files_do(repository: LocalRepository, tmp_path: Path) -> None:
-    """After a put of the folder, the two versions have the same differences."""
     source = odd_tree(tmp_path / "source")
     write(source, {"gone/a/b": b"", "to folder": b"1", "to file/x": b"2", "to link": b"3"})
     put(repository, "ds", FolderSource(source))

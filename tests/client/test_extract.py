@@ -21,8 +21,6 @@ from tests.trees import facts, write
 
 
 class Pets:
-    """A dataset of a repository that is put from folders and written into others."""
-
     def __init__(self, repository: LocalRepository) -> None:
         self.repository = repository
 
@@ -90,7 +88,6 @@ def test_M1_names_are_checked_again_by_the_writer(
 
 
 def test_E2_a_content_of_another_length_is_a_failure(pets: Pets, tmp_path: Path) -> None:
-    """A forged snapshot gives a file more bytes than its chunk has."""
     view = pets.put(write(tmp_path / "src", {"good": b"good", "liar": b"x" * 3000}))
     sizes = view.columns.size.copy()
     sizes[view.lookup(b"liar")] = 1_100_000_000
@@ -194,7 +191,7 @@ def test_lost_stores_and_lost_chunks_in_get(pets: Pets, source: Path, tmp_path: 
 
 
 def test_implicit_folders_keep_no_time(pets: Pets, source: Path, tmp_path: Path) -> None:
-    """A folder that was never put itself has no mtime, and must not get that of 1970."""
+    """It must not get that of 1970."""
     pets.put(source, b"one/two")
     pets.get(tmp_path / "out")
     assert (tmp_path / "out/one").stat().st_mtime > 1_000_000_000
@@ -202,8 +199,7 @@ def test_implicit_folders_keep_no_time(pets: Pets, source: Path, tmp_path: Path)
 
 
 def test_existing_folders_keep_their_mode(pets: Pets, tmp_path: Path) -> None:
-    """For example `.ssh` of a home keeps its mode although the dataset has an open folder
-    `.ssh`."""
+    """A get must not open `.ssh` of a home because the dataset has an open folder `.ssh`."""
     source = write(tmp_path / "src", {".ssh/x": b"1", "implicit/y": b"2", "new/z": b"3"})
     (source / ".ssh").chmod(0o777)
     pets.put(source)

@@ -47,7 +47,6 @@ def _read(dataset: Dataset, results: "Connection[object, object]") -> None:
 
 
 def _read_in_a_worker(dataset: Dataset) -> object:
-    """Contents that a spawned process reads, which shares no memory with this one."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     worker = context.Process(target=_read, args=(dataset, theirs))

@@ -14,8 +14,6 @@ import diesel_fs
 
 
 class Files:
-    """The files of a dataset, as a map-style dataset of PyTorch."""
-
     def __init__(self, dataset: diesel_fs.Dataset) -> None:
         self.dataset = dataset
 

@@ -27,7 +27,7 @@ def read(path: Path) -> list[Json]:
 
 @cache
 def render(folder: Path) -> list[Json]:
-    """The objects of an overlay or a base. The test is skipped if there is no kubectl."""
+    """The test is skipped if there is no kubectl."""
     program = shutil.which("kubectl")
     if program is None:
         pytest.skip("kubectl is missing, and this system has no package of it")
@@ -64,10 +64,8 @@ def container(objects: list[Json], name: str) -> Json:
 def environment(
     objects: list[Json], of: Json, secrets: dict[str, dict[str, str]]
 ) -> dict[str, str]:
-    """The variables of a container, as kubelet would make them from ConfigMaps and these Secrets.
-
-    A variable from a field of the pod has the field's name as its value.
-    """
+    """Compute the variables as kubelet would. One that is made from a field of the pod has the
+    field's name as its value."""
     config = {key(each)[2]: fields(each, "data") for each in objects if each["kind"] == "ConfigMap"}
     made: dict[str, str] = {}
     for source in items(of, "envFrom"):

@@ -56,7 +56,6 @@ def test_systemd_rates_the_servers_exposure_as_low(tmp_path: Path) -> None:
 
 
 def _parsed_compose(folder: Path) -> dict[str, dict[str, dict[str, object]]]:
-    """The parsed compose file; docker-compose checks it against its schema."""
     program = _program("docker-compose")
     copy = folder / "deploy"
     (copy / "secrets").mkdir(parents=True)

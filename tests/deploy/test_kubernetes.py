@@ -89,7 +89,8 @@ def test_objects_have_the_published_schemas(overlay: Path, version: str) -> None
 
 @EACH_OVERLAY
 def test_the_image_is_named_once_and_reaches_every_container(overlay: Path, tmp_path: Path) -> None:
-    """The page's steps change it in an administrator's copy of an overlay, beside the others."""
+    """The test follows the page's steps, in an administrator's copy of an overlay beside the
+    others."""
     copy = tmp_path / "kubernetes"
     shutil.copytree(KUBERNETES, copy)
     for path in copy.rglob("*.yaml"):
@@ -116,7 +117,7 @@ def test_the_image_is_named_once_and_reaches_every_container(overlay: Path, tmp_
 
 @EACH_OVERLAY
 def test_the_server_accepts_its_settings(overlay: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server's own parser reads them, as variables of the environment."""
+    """The server's own parser reads them."""
     objects = render(overlay)
     one = container(objects, "server")
     made = environment(objects, one, SECRETS)
@@ -273,8 +274,7 @@ def test_selectors_find_their_pods(overlay: Path) -> None:
 
 @EACH_OVERLAY
 def test_pods_are_as_restricted_as_their_namespace_requires(overlay: Path) -> None:
-    """They meet Kubernetes' pod security standard "restricted", and have a read-only root. Only the
-    CSI plugin, which mounts, is privileged, and it has a namespace of its own."""
+    """Only the CSI plugin, which mounts, is privileged, and it has a namespace of its own."""
     objects = render(overlay)
     names = {"diesel": "restricted", "diesel-system": "privileged"}
     label = "pod-security.kubernetes.io/enforce"
@@ -335,7 +335,7 @@ KINDS = "Pods|ConfigMaps|Secrets|Services|Jobs|Datasets|TrainingJobs"
 
 
 def test_the_operator_has_exactly_the_rights_that_its_code_uses() -> None:
-    """Each call of `Cluster` is a right, by the kind that it names; no right is without a call."""
+    """Each call of `Cluster` is a right, by the kind that it names."""
     source = Path(controller.__file__).read_text()
     used = {("nodes", "list")} if "_cluster.nodes()" in source else set()
     for method, verb in (("get", "get"), ("find", "list"), ("delete", "delete")):
@@ -374,8 +374,7 @@ def test_the_operator_reads_config_maps_of_the_drivers_namespace_alone() -> None
 
 
 def test_a_namespace_of_its_own_keeps_the_servers_secrets_from_the_nodes() -> None:
-    """The CSI plugin, which runs on every node, may list Secrets of its namespace. The server has
-    no rights."""
+    """The CSI plugin, which runs on every node, may list Secrets of its namespace."""
     assert rights("server") == rights("redis") == set()
     objects = render(KUBERNETES / "overlays/with-redis")
     roles = [key(each) for each in objects if each["kind"] == "Role"]

@@ -35,7 +35,6 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[list[str]]:
-    """The words of each command, those in the text and the table included."""
     whole = "\n".join(blocks("sh")).replace("\\\n", " ").splitlines()
     inline = re.findall(r"`((?:kubectl|dlcmd) [^`]*)`", PAGE)
     split = [shlex.split(line, comments=True) for line in [*whole, *inline]]
@@ -43,7 +42,6 @@ def commands() -> list[list[str]]:
 
 
 def kubectl() -> list[list[str]]:
-    """The words of each kubectl, without the program."""
     found = [words[1:] for words in commands() if words[0] == "kubectl"]
     assert len(found) > 25
     return found
@@ -103,7 +101,7 @@ def test_dlcmd_has_the_verbs_and_options() -> None:
 
 
 def test_the_secrets_are_those_of_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """kubectl itself makes them; their names and keys are those of the overlays and the driver."""
+    """kubectl itself makes them."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is missing, and this system has no package of it")
     for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}.items():

@@ -46,7 +46,6 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_sdist_has_all_that_the_makefile_needs(dist: Path) -> None:
-    """It also has the licence that its metadata name; and it does not name its maker."""
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         members = [each for each in archive if each.isfile()]
         metadata = archive.extractfile(next(each for each in members if "/PKG-INFO" in each.name))
@@ -96,7 +95,6 @@ def test_the_completions_lie_where_the_shells_look(share: Path) -> None:
 
 
 def _commands(command: click.Command, name: str) -> dict[str, click.Command]:
-    """A command and those below it, by the names of their pages."""
     found = {name: command}
     if isinstance(command, click.Group):
         for verb in command.list_commands(click.Context(command)):

@@ -59,8 +59,6 @@ exec env -i container=test SYSTEMD_UNIT_PATH=/run/units PATH=/usr/sbin:/usr/bin:
 
 
 class Machine:
-    """Runs commands under that systemd."""
-
     def __init__(self, pid: int) -> None:
         self._pid = pid
 

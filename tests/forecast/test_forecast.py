@@ -75,8 +75,8 @@ RATE, LATENCY_S, IMAGES_PER_S = 1e6, 0.005, 100.0
 
 
 def naive(setting: Setting, policy: str) -> list[tuple[int, float, int]]:
-    """For each epoch the kept files, its seconds, and the files that were on time. Everything is
-    computed file by file, with lists."""
+    """Return for each epoch the kept files, its seconds, and the files that were on time.
+    Everything is computed file by file."""
     parts = setting.parts
     length = len(parts[0])
     loads: list[Load] = []
@@ -276,8 +276,8 @@ def test_kept_files_in_random_order_match_the_theory() -> None:
 @each_row("shuffle", ["full", "chunk"])
 @each_row("nodes", [1, 4])
 def test_plan_reads_only_bytes_that_the_cache_cannot_keep(shuffle: Shuffle, nodes: int) -> None:
-    """As the caches of real nodes do (`tests/peers/test_planned_nodes.py`): with memory for half of
-    the dataset, about half of it comes from the store in each epoch, in both orders."""
+    """The caches of real nodes do so, too (`tests/peers/test_planned_nodes.py`): with memory for
+    half of the dataset, about half of it comes from the store in each epoch."""
     files = made_files([100_000] * 8_000, 20)
     total = 8_000 * 100_000
     node = ForecastNode(total // 16, total // 2 // nodes)

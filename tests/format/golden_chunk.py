@@ -16,7 +16,6 @@ NOISE = bytes(range(256))
 
 
 def build() -> bytes:
-    """The bytes of the chunk, built by the current code."""
     builder = ChunkBuilder(IDENTITY, 1 << 20, "lz4")
 
     def file(path: tuple[bytes, bytes], content: bytes, size: int, part: ExtentInfo | None) -> None:

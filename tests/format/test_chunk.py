@@ -37,7 +37,6 @@ from .golden_chunk import EARLIER, GOLDEN, ID, IDENTITY, NOISE, TEXT, build
 
 
 def read(chunk: bytes) -> ChunkHeader:
-    """Read a chunk without metadata."""
     preamble = parse_preamble(chunk, identity=IDENTITY, id=ID, object_bytes=len(chunk))
     header = parse_header(preamble, chunk[PREAMBLE_BYTES : preamble.body_start])
     assert damaged_places(header, memoryview(chunk)[preamble.body_start :]) == []
@@ -102,7 +101,6 @@ def test_golden_chunk_decodes_for_ever() -> None:
 
 
 def test_B1_B2_a_truncated_extended_or_flipped_front_is_noticed() -> None:
-    """Cut at each length, and with each bit of preamble and header flipped."""
     chunk = build()
     for length in range(len(chunk)):
         with pytest.raises(TruncatedError):
@@ -154,7 +152,6 @@ def u32(*values: int) -> bytes:
 
 
 def part(number: int, start: int, size: int) -> bytes:
-    """The column `extents` for the entry at place 8, extent `number` of 4."""
     return u32(8, number, 4) + struct.pack("<QQ", start, size)
 
 
@@ -282,8 +279,8 @@ def test_rows_keep_the_last_entry_of_a_path() -> None:
 
 
 def test_Z12_foreign_stamps_are_refused() -> None:
-    """A file that takes longer than the put window has another error: a new upload would cure a
-    foreign stamp, not this."""
+    """A file that takes longer than the put window has another error: a new upload would not cure
+    it."""
     header = read(build())  # its stamp is of an earlier chunk of the same writer
     age_s = int.from_bytes(ID[:4], "big") - int.from_bytes(EARLIER[:4], "big")
     header.check_stamps(age_s)

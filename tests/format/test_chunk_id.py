@@ -24,8 +24,6 @@ IDS = st.binary(min_size=16, max_size=16).map(ChunkId)
 
 
 class Machine:
-    """The clock, process number and random bytes of an `IdSource`."""
-
     def __init__(self, seconds: float, machine: int = 5) -> None:
         self.seconds = seconds
         self.process = 1
@@ -53,7 +51,7 @@ def test_other_text_is_not_an_id(text: str) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-5, 5), st.booleans()), max_size=60))
 def test_K1_each_id_is_greater_than_all_before(steps: list[tuple[int, int, bool]]) -> None:
-    """Four writers in turn, with clocks that jump and forks: IDs ascend in the order of sealing."""
+    """Four writers in turn, with clocks that jump and forks."""
     writers = [Machine(1_000_000.0 + skew, machine=skew % 2) for skew in range(4)]
     newest = LOWEST
     for writer, jump, fork in steps:
@@ -66,7 +64,7 @@ def test_K1_each_id_is_greater_than_all_before(steps: list[tuple[int, int, bool]
 
 
 def test_two_writers_in_turn_do_not_run_ahead_of_the_clock() -> None:
-    """FORMAT.md, section 3, rule 3: a thousand commits in one second by two writers in turn."""
+    """FORMAT.md, section 3, rule 3."""
     one, two = Machine(5000.0, machine=9), Machine(5000.0, machine=3)
     newest = LOWEST
     for _ in range(500):

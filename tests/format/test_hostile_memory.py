@@ -32,8 +32,8 @@ BYTES_PER_ENTRY = 700
 
 
 def bodyless(entries: int, columns: dict[str, bytes]) -> bytes:
-    """A chunk of empty folders, with some columns replaced and right checksums. Noise in the last
-    column that is checked keeps it within the ratio that lz4 may have."""
+    """Noise in the last column that is checked keeps the header within the ratio that lz4 may
+    have."""
     header = {name: bytes(FIXED[name] * entries) for name in FIXED if name not in columns}
     header |= {"kind": bytes([Kind.FOLDER]) * entries, "folders": b"", "links": b""}
     header |= {"names": b"\0" * (entries - 1), "extents": b"", "stamps": b"", **columns}
@@ -44,7 +44,7 @@ def bodyless(entries: int, columns: dict[str, bytes]) -> bytes:
 
 
 def peak_of_reading(chunk: bytes) -> tuple[int, str]:
-    """The peak of memory while a chunk's header is read, and the error."""
+    """Return the peak of memory, and the error."""
     tracemalloc.start()
     try:
         complaint = "nothing"
@@ -59,7 +59,7 @@ def peak_of_reading(chunk: bytes) -> tuple[int, str]:
 
 
 def allowed_bytes(chunk: bytes, entries: int) -> int:
-    """The memory that FORMAT.md allows for reading a header, plus 1 MiB."""
+    """Return the bound of FORMAT.md, plus 1 MiB."""
     stored, raw = struct.unpack_from("<II", chunk, 64)
     return int(stored + 2 * raw + BYTES_PER_ENTRY * entries + (1 << 20))
 

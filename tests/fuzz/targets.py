@@ -60,7 +60,6 @@ Refusals = type[Exception] | tuple[type[Exception], ...]
 
 
 def _taken(refusals: Refusals, parse: Callable[[], object]) -> bool:
-    """Whether a parser accepted its input. `refusals` are the errors that it may raise."""
     try:
         parse()
     except refusals:
@@ -91,7 +90,6 @@ def request(content: bytes) -> bool:
 
 
 def control(content: bytes) -> bool:
-    """A message to the control socket, and the commands that it contains."""
     try:
         message = unpack(content)
     except CorruptError:
@@ -102,7 +100,6 @@ def control(content: bytes) -> bool:
 
 
 def chunk(content: bytes) -> bool:
-    """Preamble and header of a chunk, forged with right checksums."""
     front = bytearray(content.ljust(PREAMBLE_BYTES, b"\0"))
     stored = bytes(front[PREAMBLE_BYTES:])
     front[80:88] = _sum(stored[: int.from_bytes(front[64:68], "little")])
@@ -175,7 +172,6 @@ def _peer_answer(content: bytes) -> None:
 
 
 def clients(content: bytes) -> bool:
-    """Bytes between a client and its master, both ways."""
     head, body = content[: peers_wire.HEAD_BYTES], content[peers_wire.HEAD_BYTES :]
     taken = [_taken(CorruptError, lambda: local_wire.parse_request(head))]
 
@@ -203,7 +199,6 @@ def clients(content: bytes) -> bool:
 
 
 def account_text(content: bytes) -> bool:
-    """An export of accounts, and a public key."""
     _taken(UsageError, lambda: check_public_key(content[:32]))
     return _taken(FormatError, lambda: parse_accounts(content))
 
@@ -272,7 +267,6 @@ def _kernel_request(op: Op, *body: bytes) -> bytes:
 
 
 def seeds() -> dict[str, list[bytes]]:
-    """Valid inputs of each target, from which the fuzzer starts."""
     builder = ChunkBuilder(UUID(int=1), 1 << 20, "auto")
     builder.add_tombstone((b"a", b"b"))
     parts, _ = builder.seal(ChunkId(bytes(range(16))))

@@ -89,7 +89,6 @@ def parse(text: str) -> list[Instruction]:
 
 
 def make_base(folder: Path) -> Path:
-    """The root that stands in for an image of Python; it is made once."""
     root, made = folder / SUITE, folder / f"{SUITE}.made"
     if made.exists():
         return root
@@ -162,7 +161,6 @@ class Stage:
         binds: Mapping[Path, str] = MappingProxyType({}),
         writable: Sequence[str] | None = None,
     ) -> list[str]:
-        """A command of the machine that sees the image's root in the folder `merged`."""
         given = {
             "MERGED": str(self.folder / "merged"),
             "LOWER": ":".join(map(str, self.lower)),

@@ -1,9 +1,9 @@
 """The image's programs work as the manifests start them.
 
 The server runs as in the overlay `with-redis`: its command, its variables from the ConfigMap and
-the Secrets, its user, a root that is read-only but for the volumes, the certificate in its Secret's
-folder with its modes, and Redis started by the command of its StatefulSet. Names of Services and
-ports are those of the manifests. An S3 server of moto holds the bucket.
+the Secrets, its user, a root that is read-only but for the volumes, the certificate in its
+Secret's folder with its modes, and Redis started by the command of its StatefulSet. An S3 server
+of moto holds the bucket.
 """
 
 import os
@@ -81,7 +81,6 @@ class Network:
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    """The network of the tests. Processes in it keep it."""
     hosts = tmp_path_factory.mktemp("network") / "hosts"
     names = ("localhost", "diesel-redis.diesel.svc", "diesel-server.diesel.svc", "objects")
     hosts.write_text("".join(f"127.0.0.1 {name}\n" for name in names))
@@ -124,7 +123,6 @@ def test_an_unknown_step_is_an_error() -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an authority and the server's certificate, made by the page's own commands."""
     folder = tmp_path_factory.mktemp("certificates")
     (script,) = [each for each in blocks("sh") if "openssl req" in each]
     done = subprocess.run(["sh", "-ec", script], cwd=folder, check=False, capture_output=True)
@@ -134,7 +132,6 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trusting(image: Stage, certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Stage:
-    """The image with an authority of one's own, made by the page's steps."""
     (dockerfile,) = blocks("dockerfile")
     context = tmp_path_factory.mktemp("context")
     shutil.copy(certificates / "ca.crt", context)
@@ -147,8 +144,6 @@ def trusting(image: Stage, certificates: Path, tmp_path_factory: pytest.TempPath
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """The running parts: the image, its network, and the variables of an administrator."""
-
     image: Stage
     network: Network
     account: dict[str, str]
@@ -181,7 +176,6 @@ def settings(objects: list[Json], name: str) -> dict[str, str]:
 def deployed(
     trusting: Stage, network: Network, certificates: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployed]:
-    """Redis, a bucket, and the server, as in a cluster; the administrator's account is `root`."""
     folder = tmp_path_factory.mktemp("deployed")
     objects = render(KUBERNETES / "overlays/with-redis")
     one = container(objects, "server")

@@ -43,7 +43,6 @@ class ArchiveServer:
 
 @contextmanager
 def archive_server(**options: object) -> Iterator[ArchiveServer]:
-    """A server on loopback, in threads of this process."""
     state = ArchiveServer(**options)  # type: ignore[arg-type]  # what came is passed on
 
     class Handler(BaseHTTPRequestHandler):

@@ -91,7 +91,6 @@ def put(
 
 
 def served_with_sha256(server: ArchiveServer, path: str, data: bytes) -> str:
-    """The address of an archive, with its SHA-256."""
     server.files[path] = data
     return server.url(f"{path}#sha256=") + hashlib.sha256(data).hexdigest()
 
@@ -161,7 +160,7 @@ def test_one_compressed_file_becomes_a_file(
 def test_a_path_that_is_file_and_folder_is_left_out_each_time(
     repository: LocalRepository, tmp_path: Path, target: bytes
 ) -> None:
-    """The second put does not skip the entry because the archive is known."""
+    """Although the archive is known."""
     archive = local(tmp_path / "a.tar.gz", gzip.compress(tar_of(("p", b"1"), ("p/q", b"2"))))
     for _ in range(3):
         report = put(repository, archive, target=target)
@@ -335,7 +334,6 @@ def test_the_sha256_in_a_url_is_checked(repository: LocalRepository, server: Arc
 def test_an_archive_is_put_once(
     repository: LocalRepository, server: ArchiveServer, tmp_path: Path
 ) -> None:
-    """At any address."""
     server.files["/x.tar"] = tar_of(("d/a", b"1"), ("b", b"2"))
     archive = HttpArchive(server.url("/x.tar"))
     first = put(repository, archive)
@@ -721,7 +719,7 @@ def test_O9_an_archive_that_changes_meanwhile_is_not_mixed(
 def test_O9_the_checked_bytes_are_the_ones_that_are_put(
     repository: LocalRepository, server: ArchiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server sends other bytes when an archive of a known SHA-256 is fetched again."""
+    """The server sends other bytes when the archive is fetched again."""
     monkeypatch.setattr(archive_file, "PIECE_BYTES", 4096)
     monkeypatch.setattr(archive_file, "_WHOLE_BYTES_MAX", 4096)
     files = [(f"f{i}", random_bytes(i, 50_000)) for i in range(4)]
@@ -898,7 +896,6 @@ def test_S8_the_command_does_not_show_a_query(dlcmd: Dlcmd, server: ArchiveServe
 
 
 def sparse_tar() -> bytes:
-    """A tar with a file of 8 TiB that has no bytes."""
     member = tarfile.TarInfo("sparse")
     member.pax_headers = {
         "GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.map": f"{8 << 40},0",

@@ -16,8 +16,6 @@ from ..datasets import file_contents
 
 
 class FakeBucket:
-    """Objects in memory, and the requests for them."""
-
     def __init__(self, contents: dict[bytes, bytes], modified_ns: int = 7) -> None:
         self.contents = contents
         self.modified_ns = modified_ns
@@ -98,7 +96,6 @@ def test_unchanged_objects_are_not_fetched(repository: LocalRepository) -> None:
 
 
 def test_objects_that_cannot_be_files_are_skipped(repository: LocalRepository) -> None:
-    """A console's folder, names that no path has, the mount's own, a file that is also a folder."""
     bucket = FakeBucket(
         {b"folder/": b""}
         | dict.fromkeys([b"/x", b"a//b", b"a/../b", b".diesel/x", b"n" * 256, b"both"], b"1")
@@ -145,8 +142,7 @@ def test_a_dry_run_fetches_nothing(repository: LocalRepository) -> None:
 
 
 def test_fetching_runs_ahead_within_limits(repository: LocalRepository) -> None:
-    """Many requests at once; memory for some pieces only; a million empty objects do not fill a
-    queue."""
+    """Memory for some pieces only; a million empty objects do not fill a queue."""
     bucket = FakeBucket({b"%05d" % i: b"x" * 100 for i in range(300)})
     bucket.delay_s = 0.02
     start_s = time.monotonic()

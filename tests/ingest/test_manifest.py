@@ -45,7 +45,6 @@ def put(
 
 
 def written(folder: Path, manifest: bytes = MANIFEST) -> tuple[Path, Path]:
-    """A folder with the files, and a manifest beside it."""
     source = write(folder / "src", dict(FILES))
     (folder / "labels.csv").write_bytes(manifest)
     return source, folder / "labels.csv"

@@ -155,7 +155,7 @@ def test_I16_any_field_of_a_tar_header(
     magic: bytes,
     pax: str,
 ) -> None:
-    """The entry is put or named. The next entry is put unless the size hides it."""
+    """The next entry is put unless the size hides it."""
     header = bytearray(tar_of(("odd", b""), format=tarfile.USTAR_FORMAT)[:512])
     header[156], header[257:265] = kind, magic
     for name, number in numbers.items():
@@ -203,7 +203,6 @@ ZIP_FIELDS = {
 def test_I16_any_field_of_a_zips_table(
     tmp_path_factory: pytest.TempPathFactory, fields: dict[str, int], extra: bytes
 ) -> None:
-    """The entry is put or named, and the other one is put."""
     info = zipfile.ZipInfo("odd")
     info.extra = b""
     data = bytearray(zip_of((info, b"odd"), ("fine", b"1")))
@@ -227,7 +226,7 @@ def test_I16_any_field_of_a_zips_table(
 
 
 def test_I16_a_time_that_no_chunk_can_hold(repository: LocalRepository, tmp_path: Path) -> None:
-    """Of files, links and folders, and of a single file."""
+    """A single file of such a time is refused, too."""
     source = write(tmp_path / "src", {"a": b"1", "late": b"2", "d/b": b"3"})
     (source / "link").symlink_to("a")
     late_s = 10_413_792_000  # 2300-01-01
@@ -245,7 +244,6 @@ def test_I16_a_time_that_no_chunk_can_hold(repository: LocalRepository, tmp_path
 
 
 def zip_with(name: bytes, system: int, extra: bytes = b"", content: bytes = b"1") -> bytes:
-    """A zip of one entry whose name has exactly these bytes."""
     info = zipfile.ZipInfo("n" * len(name))
     info.create_system, info.extra = system, extra
     return zip_of((info, content)).replace(b"n" * len(name), name)

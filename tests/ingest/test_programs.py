@@ -26,7 +26,6 @@ pytestmark = pytest.mark.real_start  # it looks at its own children
 
 @pytest.fixture(autouse=True)
 def forks_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that is taken for a store that does not work in forked children."""
     monkeypatch.setattr(FolderStore, "fork_safe", False)
 
 
@@ -38,7 +37,6 @@ def put(
 
 
 def children() -> set[int]:
-    """Packing programs that this process has started."""
     text = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
     found = {int(pid) for pid in text.split()}
     return {pid for pid in found if b"packing" in Path(f"/proc/{pid}/cmdline").read_bytes()}

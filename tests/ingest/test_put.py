@@ -55,7 +55,7 @@ def test_a_tree_of_all_oddities(repository: LocalRepository, tmp_path: Path) -> 
 
 
 def test_large_files_in_extents(repository: LocalRepository, tmp_path: Path) -> None:
-    """I8: sizes around the chunk size, with others between them, compressible and not."""
+    """FAULTS I8."""
     sizes = [n * CHUNK_BYTES_MIN + d for n in (1, 2, 5) for d in (-1, 0, 1)]
     source = write(
         tmp_path / "source",
@@ -139,7 +139,6 @@ def test_empty_folders_go_in_many_messages(
 
 @pytest.fixture
 def commit_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of chunks of each commit."""
     sizes: list[int] = []
     real = LocalWriteSession.commit_all
 
@@ -162,7 +161,7 @@ def rarely_committed(folder: Path, entries_max: int = ENTRIES_MAX) -> FolderSour
 def test_chunks_are_committed_together_and_counted_then(
     repository: LocalRepository, tmp_path: Path, commit_sizes: list[int]
 ) -> None:
-    """The first is committed at once, so a put that stores a chunk now and then never waits."""
+    """So a put that stores a chunk now and then never waits."""
     folder = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
     reported_files: list[int] = []
 
@@ -187,7 +186,6 @@ def test_the_entries_of_a_commit_have_a_limit(
 
 
 def with_fault(repository: LocalRepository, fault: Fault) -> LocalRepository:
-    """The same repository, over an object store with a fault."""
     store = FaultyStore(repository.objects, fault)
     return LocalRepository(store, repository.meta, url=repository.url)
 
@@ -337,7 +335,6 @@ def test_I1_a_file_that_settles_is_read_again(
 
 
 def rewrite(path: Path, size: int | None, _: int) -> None:
-    """Grow or shrink a file, or only touch it."""
     if size is None:
         os.utime(path)
     else:
@@ -370,8 +367,7 @@ def test_I3_unreadable_files_and_folders_are_named(tmp_path: Path) -> None:
 
 
 def test_a_path_is_a_file_or_a_folder(repository: LocalRepository, tmp_path: Path) -> None:
-    """Without `--delete` neither takes the other's place, which includes empty folders and
-    links."""
+    """This holds without `--delete`."""
     there = write(tmp_path / "one", {"a/x": b"1", "b": b"2", "deep/f": b"3"})
     (there / "empty").mkdir()
     (there / "link").symlink_to("b")

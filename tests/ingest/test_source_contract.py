@@ -40,11 +40,11 @@ from .test_bucket import FakeBucket
 MTIME_NS = 7_000_000_000
 Files = Mapping[str, bytes]
 MakeSource = Callable[[Files, int], Source]
-"""Makes a source of these files, all with this mtime (ns) and the mode 0644."""
+"""With this mtime (ns) and the mode 0644."""
 
 
 class PutMany(Protocol):
-    """Puts files from a source of many below `target`; options are those of `PutOptions`."""
+    """Options are those of `PutOptions`."""
 
     def __call__(
         self, files: Files, target: bytes = b"", *, mtime_ns: int = MTIME_NS, **options: object
@@ -52,7 +52,7 @@ class PutMany(Protocol):
 
 
 class PutOne(Protocol):
-    """Puts one file at a path of the dataset; options are those of `PutOptions`."""
+    """Options are those of `PutOptions`."""
 
     def __call__(
         self, path: str, content: bytes, *, mtime_ns: int = MTIME_NS, **options: object
@@ -113,7 +113,6 @@ def put_one(
     """In a source of many, or as a single file or object."""
 
     def source_of(folder: bytes, name: str, content: bytes, mtime_ns: int) -> tuple[Source, bytes]:
-        """The source, and its path in the dataset."""
         make = {"folder": folder_source, "tar": tar_source, "bucket": bucket_source}
         if request.param in make:
             return make[request.param]({name: content}, mtime_ns), folder
@@ -215,7 +214,7 @@ def test_without_delete_files_and_folders_do_not_replace_each_other(
 
 @pytest.mark.parametrize("kind", ["file", "bucket"])
 def test_a_single_file_needs_a_name(repository: LocalRepository, tmp_path: Path, kind: str) -> None:
-    """A file, or the one object of a bucket. Filters do not apply to it."""
+    """Filters do not apply to it."""
     (tmp_path / "a").write_bytes(b"content")
     objects = FakeBucket({b"": b"content"})
     source = FileSource(tmp_path / "a") if kind == "file" else BucketSource(objects)
@@ -258,7 +257,7 @@ def test_delete_stays_below_the_target(repository: LocalRepository, put_many: Pu
 
 
 def test_an_empty_source_never_deletes(repository: LocalRepository, put_many: PutMany) -> None:
-    """It may be a disk that is not mounted. With `allow_empty` it deletes everything."""
+    """It may be a disk that is not mounted."""
     put_many({"a": b"1", "b": b"2"})
     assert put_many({}, delete=True).deleted == 0
     assert names(repository.view("ds")) == [b"a", b"b"]
@@ -336,7 +335,6 @@ def test_delete_lets_files_and_folders_swap(repository: LocalRepository, put_man
 
 
 def test_the_mounts_own_folder_is_left_out(repository: LocalRepository, put_many: PutMany) -> None:
-    """Only at the root of the dataset; elsewhere the name is an ordinary one."""
     source = {".diesel/x": b"1", "good": b"2", "d/.diesel": b"3"}
     for dry_run in (True, False):
         ((path, reason),) = put_many(source, dry_run=dry_run).failed

@@ -255,7 +255,6 @@ WHOLE = tar_of(("a", b"1" * 600), ("b", b"2" * 600), ("c", b"3" * 600))
 
 @pytest.mark.parametrize("length", [513, 1024, 1536, 1537, 2048, 2560, 3000, 3072, 4608])
 def test_a_truncated_tar_gives_its_first_entries(repository: LocalRepository, length: int) -> None:
-    """At any place: in a header, in a content, between entries, before the end mark."""
     put(repository, tar_of(("old", b"1")))
     report = put(repository, WHOLE[:length], delete=True)
     (path, reason) = report.failed[-1]

@@ -82,7 +82,6 @@ def archives(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """An archive with some damaged bytes; the checksums of headers may be right again."""
     data = bytearray(draw(archives()))
     for _ in range(draw(st.integers(1, 4))):
         block = draw(st.integers(0, len(data) // BLOCK_BYTES - 1)) * BLOCK_BYTES
@@ -108,7 +107,6 @@ def columns(data: bytes) -> tuple[list[Read], int]:
 
 
 def by_tarfile(data: bytes, count: int) -> tuple[list[Read], int]:
-    """The first entries as `tarfile` reads them; all have to be regular files."""
     found: list[Read] = []
     end = 0
     with tarfile.open(

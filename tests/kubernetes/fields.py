@@ -10,7 +10,7 @@ Json = dict[str, object]
 
 
 def at(value: object, *path: str | int) -> object:
-    """The value below a path of names and positions; None if there is none."""
+    """Return None if nothing is there."""
     for key in path:
         if isinstance(value, Mapping) and isinstance(key, str):
             value = value.get(key)
@@ -22,7 +22,7 @@ def at(value: object, *path: str | int) -> object:
 
 
 def text(value: object, *path: str | int) -> str:
-    """The text below a path; empty if there is none."""
+    """Return the empty string if no text is there."""
     found = at(value, *path)
     return found if isinstance(found, str) else ""
 
@@ -38,7 +38,7 @@ def flag(value: object, *path: str | int, default: bool = False) -> bool:
 
 
 def fields(value: object, *path: str | int) -> Json:
-    """The object below a path; empty if there is none."""
+    """Return an empty object if none is there."""
     found = at(value, *path)
     return {str(key): each for key, each in found.items()} if isinstance(found, Mapping) else {}
 
@@ -49,7 +49,7 @@ def texts(value: object, *path: str | int) -> dict[str, str]:
 
 
 def items(value: object, *path: str | int) -> list[object]:
-    """The list below a path; empty if there is none."""
+    """Return an empty list if none is there."""
     found = at(value, *path)
     return list(found) if isinstance(found, list) else []
 

@@ -37,9 +37,9 @@ def session(request: pytest.FixtureRequest) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose the sessions of each test, and their tiers.
 
-    A test marked `@pytest.mark.only_session(NAME, ...)` runs over these alone. Any other test runs
-    over the native session in the fast tier and over the kernel session in the deep one. pyfuse3 is
-    the reference: only the tests of `ALL_SESSIONS` compare it with the others.
+    A test marked `@pytest.mark.only_session(NAME, ...)` runs over these alone. Any other runs
+    over the native session in the fast tier and over the kernel session in the deep one; those
+    of `ALL_SESSIONS` also over pyfuse3, the reference.
     """
     kept: list[pytest.Item] = []
     others: list[pytest.Item] = []
@@ -119,7 +119,6 @@ def open_place() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[LiveMount]:
-    """A mount with odd names, links, an empty file, folders, modes, times and large files."""
     source = tmp_path_factory.mktemp("tree") / "source"
     source.mkdir()
     (source / "odd").mkdir()

@@ -1,7 +1,8 @@
 """The program of a mount that kills its own processes at a moment.
 
 The environment variable `MOMENT` names the moment, and `DIES` the processes (worker, server,
-supervisor), separated by commas; `nobody`: the mount pauses instead.
+supervisor), separated by commas; `nobody`: the mount pauses instead. Without `DIES`, none is
+killed.
 
 While a mount starts, the moment is one of `STARTS`; its dataset is a folder. During a switch:
 
@@ -9,8 +10,6 @@ While a mount starts, the moment is one of `STARTS`; its dataset is a folder. Du
 - `made`: the new tree of a native mount is mounted nowhere yet;
 - `beneath`: it lies beneath the old one;
 - `detached`: the old one is gone.
-
-Without `DIES`, none is killed. `other_kernels.py` can replace the kernel, too.
 """
 
 import errno
@@ -52,8 +51,7 @@ opened: list[int] = []
 
 
 def die() -> None:
-    """Kill the processes that `DIES` names, the caller last. The worker and the server call this;
-    they are the supervisor's children. Calls by the supervisor do nothing."""
+    """Kill the processes that `DIES` names, the caller last. Calls by the supervisor do nothing."""
     supervisor = os.getppid()
     if supervisor != first_process:
         return
@@ -73,9 +71,6 @@ def reach(moment: str) -> None:
             time.sleep(PAUSE_S)
         else:
             die()
-
-
-# While a mount starts
 
 
 def then_dying(function: Callable[_P, _T], times: int = 1) -> Callable[_P, _T]:
@@ -127,7 +122,7 @@ STARTS: dict[str, tuple[object, str, object]] = {
         for number in (1, 2, 3)
     },
 }  # fmt: skip
-"""When the processes are killed: module and name of a function, and its replacement."""
+"""Module and name of a function for each moment, and its replacement, which kills."""
 
 
 # During a switch

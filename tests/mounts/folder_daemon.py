@@ -1,10 +1,10 @@
 """The program of a mount, with a `folder_dataset` in the place of a repository.
 
-`request.url` names the source folder, `request.dataset` the dataset. Five environment variables
+`request.url` names the source folder, `request.dataset` the dataset. Environment variables
 change the program: `WATCHDOG` is the time that the server may not answer, `GRACE` the time for
 reads at the end, `LACKING` has the bits of INIT that the kernel pretends to lack, `KERNEL` names
-the other kernel (`other_kernels.py`), and `WORKS_UNTIL` a file: until it exists, the daemon does
-not end and uses processor time, as it does while the kernel forgets millions of files.
+the other kernel (`other_kernels.py`). Until the file `WORKS_UNTIL` exists, the daemon does not
+end and uses processor time, as it does while the kernel forgets millions of files.
 """
 
 import logging
@@ -105,7 +105,6 @@ real_read = os.read
 
 
 def read_lacking_flags(descriptor: int, size: int) -> bytes:
-    """The system call of a kernel that lacks the flags of `LACKING` in its INIT."""
     content = real_read(descriptor, size)
     if os.readlink(f"/proc/self/fd/{descriptor}") != "/dev/fuse":
         return content

@@ -1,7 +1,6 @@
 """A dataset made of a plain folder, without chunks: the snapshot is real, contents are its files.
 
-The names of files choose the fault that their reads meet. The code under test knows nothing of
-these names.
+The names of files choose the fault that their reads meet.
 """
 
 import hashlib
@@ -25,12 +24,11 @@ from diesel_fs.format.snapshot.reader import Snapshot
 IDENTITY_PREFIX = "0123456789abcdef"
 CHUNK = ChunkId(bytes(range(16)))
 RELEASE_SUFFIX = ".go"
-"""While the file `SOURCE.go` is missing beside the source, reads of files called `wait*` hang. The
-first read of a file called `retry*` fails, and the second one hangs."""
+"""While the file `SOURCE.go` is missing beside the source, reads of files called `wait*` hang. Of
+`retry*`, the first read fails, and the second one hangs."""
 
 PUSHED = "waitpush"
-"""Reads of these files hang too, but the worker gets them: it pushes the file that is being
-read."""
+"""Reads of these files hang too, but the worker pushes the file that is being read."""
 
 HANG = "hang"
 """These files hang the worker, but no reader, while `SOURCE.go` is missing."""
@@ -41,7 +39,7 @@ LEFT_OUT = (
     *("missing", "keyerror", "oserror", "memory", "group", "exit", "short"),
     *("wait", "retry"),
 )
-"""The worker leaves out these files, as it leaves out damaged files."""
+"""The worker leaves them out, as it leaves out damaged files."""
 
 _KINDS = {stat.S_IFREG: Kind.FILE, stat.S_IFLNK: Kind.LINK, stat.S_IFDIR: Kind.FOLDER}
 
@@ -154,7 +152,7 @@ class FolderBatchSource:
 
 
 class FolderReader:
-    """An `ContentReader` over the source folder; a file that was read once is in memory."""
+    """A file that was read once is in memory."""
 
     def __init__(self, snapshot: Snapshot, source: Path) -> None:
         self._snapshot = snapshot
@@ -207,7 +205,6 @@ class FolderReader:
         return content[offset : offset + size]
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """The bytes of a file that was read before, else None."""
         content = self._contents.get(index)
         return None if content is None else content[offset : offset + size]
 

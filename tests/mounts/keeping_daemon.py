@@ -1,10 +1,9 @@
 """The program of a mount on a machine that frees no pages by itself: pushed pages stay in the page
 cache until the mount drops them.
 
-A real machine may free pages that nobody has read for some seconds (DAMON does), and more of them
-when load makes readers slow. The mount notices this by samples and READs, and then assumes that the
-pages beside them are gone, too. Here it never does, so residency follows from the mount's decisions
-alone.
+A real machine may free pages that nobody has read for some seconds (DAMON does). The mount
+notices this by samples and READs, and then assumes that the pages beside them are gone, too.
+Here residency follows from the mount's decisions alone.
 """
 
 import logging

@@ -83,8 +83,8 @@ def current_stats(at: Path) -> dict[str, object]:
 
 
 def fresh_stats(mounted: LiveMount) -> dict[str, object]:
-    """The content of `.diesel/stats`, made after this call began. It waits, since polling would add
-    requests."""
+    """Return the content of `.diesel/stats`, made after this call began. It waits, since polling
+    would add requests."""
     time.sleep(STATS_MAX_AGE_S + 0.02)
     values = json.loads((mounted.at / ".diesel" / "stats").read_bytes())
     assert isinstance(values, dict)
@@ -118,8 +118,6 @@ def is_gone(pid: int) -> bool:
 
 
 class Processes(NamedTuple):
-    """The process IDs of a mount."""
-
     supervisor: int
     server: int
     worker: int
@@ -135,12 +133,11 @@ class Processes(NamedTuple):
 
 
 def mounts_below(place: Path) -> list[str]:
-    """The paths of all mounts at a place or below it, as this process sees them."""
     return [each.path for each in mounts() if f"{each.path}/".startswith(f"{place}/")]
 
 
 class Program:
-    """A Python program in a process of its own, which has printed a first line."""
+    """A Python program in its own process, which has printed a first line."""
 
     def __init__(
         self, text: str, *arguments: object, by: Sequence[str] = (), python: str = sys.executable
@@ -181,7 +178,7 @@ class Program:
         return self._process.poll() is not None
 
     def end(self) -> str:
-        """Close its input, and wait for its end. Returns the output since the last answer."""
+        """Close its input, and wait for its end. Returns the output after the first line."""
         return self._process.communicate(timeout=PATIENCE_S)[0]
 
 
@@ -199,7 +196,6 @@ def holding(hold: str, after: str = "") -> Program:
 
 
 def with_our_modules(home: Path, **environment: str) -> list[str]:
-    """The words before a command that imports our modules with an otherwise empty environment."""
     values = {
         "PATH": os.environ["PATH"],
         "PYTHONPATH": module_path(),
@@ -243,5 +239,5 @@ READ = """if True:
 
 def reading(path: Path, content: bytes, count: int = 1) -> Program:
     """A process with threads that read a file at once. For each read it prints an errno, or that
-    the content is right. The content repeats its first 16 bytes."""
+    the content is right: it repeats its first 16 bytes."""
     return Program(READ, path, content[:16].hex(), count, len(content) // 16)

@@ -1,8 +1,7 @@
 """The program of a mount in which some steps take longer, in seconds, by environment variables:
 `STORE` for each read of the object store, `RANGES` for each chunk that the prefetch worker reads,
 `SPANS` for each of its reads as long as it does not take the store for slow, `PEER` for each answer
-of a node of the task, `DECODE` for each decompression and check, `LOOKUP` for each name.
-"""
+of a node of the task, `DECODE` for each decompression and check, `LOOKUP` for each name."""
 
 import logging
 import os

@@ -31,7 +31,7 @@ SIZES = (0, 1, 4095, 4096, 4097, 20_000, 3, 300_000, 70_000, 5)
 
 
 class Reader:
-    """An `ContentReader` over a folder, in which some files fail and some hang."""
+    """A `ContentReader` over a folder, in which some files fail and some hang."""
 
     def __init__(self, snapshot: Snapshot, source: Path) -> None:
         self._snapshot = snapshot

@@ -37,7 +37,6 @@ def found_in(*lines: str) -> dict[str, DatasetMount]:
 def test_a_native_mount_is_a_tree_and_the_fuse_mount_on_its_hidden_folder(
     lines: list[str], path: str, device: str, is_native: bool, hidden_mount: str | None
 ) -> None:
-    """It is one mount, whose device is that of the FUSE mount."""
     found = found_in(*lines)
     assert len(found) == (2 if BOUND in lines else 1)
     mount = found[path]
@@ -47,8 +46,7 @@ def test_a_native_mount_is_a_tree_and_the_fuse_mount_on_its_hidden_folder(
 
 
 def test_other_mounts_of_erofs_or_fuse_are_no_mounts_of_datasets() -> None:
-    """An EROFS whose source is a path, other FUSE file systems. A dataset's mount inside a tree is
-    found."""
+    """An EROFS whose source is a path, other FUSE file systems."""
     assert not found_in("50 22 7:0 / /mnt/a ro - erofs /dev/loop0 ro")
     assert not found_in("50 22 0:42 / /mnt/a ro - erofs ./image ro")
     assert not found_in("50 22 0:42 / /mnt/a ro - fuse.sshfs pets@7 ro")

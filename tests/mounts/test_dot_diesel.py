@@ -50,7 +50,6 @@ def test_the_statistics_name_dataset_session_and_reads(tree: LiveMount, session:
 
 
 def test_the_statistics_do_not_change_for_a_second(tree: LiveMount, tmp_path: Path) -> None:
-    """They are one content under one node; then another content under another node."""
     path = tree.at / ".diesel" / "stats"
     fresh_stats(tree)
     first, node = path.read_bytes(), path.stat().st_ino
@@ -68,7 +67,6 @@ def test_the_statistics_do_not_change_for_a_second(tree: LiveMount, tmp_path: Pa
 
 
 def test_the_snapshot_file_is_the_snapshot(tree: LiveMount) -> None:
-    """Byte for byte, always under one node."""
     path = tree.at / ".diesel" / "snapshot"
     node = path.stat().st_ino
     content = path.read_bytes()

@@ -21,7 +21,7 @@ def test_a_READ_of_a_file_that_is_being_fetched_gets_the_bytes_of_the_worker(
     tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first files show that the store is slow. Then a reader opens a file that the worker is
-    fetching. On a busy machine it may come before that, or after: then other files are tried."""
+    fetching. On a busy machine it may come too early or too late: then other files are tried."""
     url = (tmp_path / "store").as_uri()
     names = [f"file{number:02}" for number in range(GROUPS * GROUP_FILES)]
     files = {name: noise(number, FILE_BYTES) for number, name in enumerate(names)}

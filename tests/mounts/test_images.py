@@ -159,9 +159,6 @@ def test_a_tree_that_cannot_be_shown_is_an_error(folder: Path) -> None:
     assert kept(folder) == []
 
 
-# Images that are kept
-
-
 def versions_in(folder: Path) -> list[int]:
     return [Image(path.read_bytes(), verify=True).version for path in kept(folder)]
 

@@ -33,7 +33,6 @@ from tests.waiting import PATIENCE_S, wait_until
 pytestmark = pytest.mark.fuse
 
 NEVER_S = 3600.0
-"""Longer than any test waits."""
 
 ENDED = {str(number) for number in (errno.EIO, errno.ENOTCONN, errno.ECONNABORTED)}
 """The errors of readers of a mount that has ended."""
@@ -83,7 +82,6 @@ def test_a_mount_is_ready_after_mount_and_gone_after_umount(
 def test_a_failed_mount_reports_the_reason(
     source: Path, tmp_path: Path, dataset: str, kind: type[DieselError], message: str
 ) -> None:
-    """The error has the reason and the log of this start; nothing is left mounted."""
     at = tmp_path / "mount"
     request = request_for(source, at, dataset=dataset)
     with pytest.raises(DieselError) as raised:
@@ -202,8 +200,8 @@ HOLDING = {
 
 
 def test_umount_of_a_busy_mount_names_its_users_and_changes_nothing(live_mount: LiveMount) -> None:
-    """It is exit 11, however a process uses the mount. `.diesel` is found by name, and listed
-    nowhere, also after the kernel has forgotten all names that it can."""
+    """`.diesel` is found by name, and listed nowhere, also after the kernel has forgotten all names
+    that it can."""
     at = live_mount.at
     before = mounts_below(at)
     for hold in HOLDING.values():
@@ -225,7 +223,6 @@ def test_umount_of_a_busy_mount_names_its_users_and_changes_nothing(live_mount: 
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_H6_umount_by_force_ends_a_mount_that_hangs(live_mount: LiveMount, stopped: bool) -> None:
-    """Readers get an error although neither store nor daemon answers."""
     with waiting(live_mount.at) as reader:
         if stopped:
             os.kill(live_mount.pid, signal.SIGSTOP)
@@ -246,8 +243,6 @@ def test_other_mounts_and_folders_are_refused(tmp_path: Path, place: str, what: 
 
 @pytest.mark.parametrize("whom", ["pid", "server_pid"])
 def test_H1_readers_of_a_killed_daemon_fail(live_mount: LiveMount, session: str, whom: str) -> None:
-    """After kill -9 while reads wait, all readers get errors, and none stays in D state. `umount`
-    takes the dead mount away."""
     at = live_mount.at
     with waiting(at, 8) as readers:
         os.kill(figures(stats(at))[whom], signal.SIGKILL)

@@ -62,7 +62,6 @@ def test_H24_a_refusal_by_fusermount3_is_an_error_with_its_reason(
 
 
 def test_H20_folders_that_cannot_be_mount_points(source: Path, tmp_path: Path) -> None:
-    """A mount point is an empty folder that neither lies in the store or the cache nor holds it."""
     full = tmp_path / "full"
     full.mkdir()
     (full / "something").touch()
@@ -128,7 +127,6 @@ def test_the_options_are_a_fixed_list() -> None:
 
 
 def test_the_requested_owner_and_umask(source: Path, tmp_path: Path, session: str) -> None:
-    """Links have mode 0777."""
     (source / "folder").mkdir(mode=0o755)
     (source / "link").symlink_to("a")
     options = {"uid": 12, "gid": 34, "umask": 0o027, "allow_other": True}
@@ -210,7 +208,7 @@ SECRETS = "AWS_SECRET_ACCESS_KEY DIESEL_KEY DIESEL_TASK_KEY HF_TOKEN REDISCLI_AU
 @pytest.fixture
 def by_user(open_place: Path, device_for_all: None) -> Iterator[list[str]]:
     """The words before a program of an ordinary user, whose environment has secrets. Each
-    fusermount3 that it starts writes its own environment to a file `bin/seen`."""
+    fusermount3 that it starts writes its own environment to `bin/seen`."""
     real = shutil.which("fusermount3")
     if real is None or shutil.which("setpriv") is None:
         pytest.skip("no fusermount3 or setpriv")
@@ -231,8 +229,8 @@ def by_user(open_place: Path, device_for_all: None) -> Iterator[list[str]]:
 def test_other_users_stay_out_of_a_mount(
     by_user: list[str], open_place: Path, session: str
 ) -> None:
-    """It mounts by fusermount3, which gets only the environment variables that it needs, since a
-    secret may have any name. H18: without allow_other all other users get EACCES, root too."""
+    """H18: without allow_other all other users get EACCES, root too. fusermount3 gets only the
+    environment variables that it needs, since a secret may have any name."""
     at = open_place / "mount"
     write(open_place / "source", {f"many/{number}": b"%d" % number for number in range(500)})
     write(open_place / "source", {"file": b"content"})
@@ -308,8 +306,7 @@ def test_H26_a_push_that_waits_for_a_lost_read_holds_no_process(
 ) -> None:
     """An ordinary user may not abort connections. The worker waits in the kernel for a page of a
     READ that the server has not taken, and only the worker's end would end the connection. The
-    supervisor ends it, else `umount --force`. If that may not, its message names the command for
-    root."""
+    supervisor ends it, else `umount --force`."""
     with Program(PUSHING_AS_USER, open_place, killed, by=by_user, python=user_python()) as user:
         assert user.first_line == "all have ended", user.end()
 
@@ -350,7 +347,6 @@ def test_a_plain_users_mount_follows(by_user: list[str], open_place: Path, sessi
 def test_H18_allow_other_needs_user_allow_other(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error of an ordinary user without user_allow_other names the remedy."""
     monkeypatch.setattr(os, "geteuid", lambda: USER)
     monkeypatch.setattr(launcher, "_users_may_allow_other", lambda: False)
     (tmp_path / "mount").mkdir()
@@ -360,7 +356,6 @@ def test_H18_allow_other_needs_user_allow_other(
 
 @pytest.mark.only_session("kernel")
 def test_the_log_is_in_the_users_state_folder(source: Path, tmp_path: Path, session: str) -> None:
-    """It is one file for each mount point, readable by its owner alone."""
     with mounting(source, tmp_path / "mount", session) as mounted:
         assert launcher.log_path(request_for(source, mounted.at)).parent == state_folder()
         assert "is mounted on" in log_of(mounted)

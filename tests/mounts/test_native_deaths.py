@@ -66,8 +66,6 @@ def zombies() -> set[int]:
 def test_a_mount_whose_processes_are_killed_while_it_starts_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, victims: str
 ) -> None:
-    """`mount` fails, and there is nothing left to unmount; without a worker it goes on. Then the
-    same folder can be mounted on."""
     monkeypatch.setenv(MOMENT, moment)
     monkeypatch.setenv(DIES, victims)
     monkeypatch.setenv(KERNEL, "no-file-mounts" if "loop devices" in moment else "")
@@ -91,7 +89,7 @@ def test_a_mount_whose_processes_are_killed_while_it_starts_leaves_nothing(
 def test_one_umount_removes_a_mount_that_was_killed(
     source: Path, tmp_path: Path, victims: str
 ) -> None:
-    """Before that its tree looks alive; `is_alive` and `stats` report that it is not."""
+    """Its tree looks alive."""
     at = tmp_path / "mount"
     mount(request_for(source, at, "native"), program=PROGRAM)
     pids = Processes.of(at)
@@ -116,7 +114,6 @@ def test_one_umount_removes_a_mount_that_was_killed(
 def test_a_mount_that_does_not_answer_is_named_and_ended_by_force(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`mount` and `stats` name it, even while they wait."""
     monkeypatch.setattr(mountpoint, "ANSWER_DEADLINE_S", 0.5)
     monkeypatch.setattr(mountpoint, "ANSWER_NOTICE_S", 0.1)
     before = zombies()  # mounts of other tests
@@ -142,7 +139,7 @@ def test_a_mount_that_does_not_answer_is_named_and_ended_by_force(
 def test_a_mount_that_is_not_ready_in_time_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its time may end at any moment of its start. Its log has no error."""
+    """Its time may end at any moment of its start."""
     at = tmp_path / "mount"
     for deadline_s in (0.01, 0.1, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.7):
         monkeypatch.setattr(launcher, "START_DEADLINE_S", deadline_s)
@@ -184,7 +181,6 @@ def test_a_mount_whose_supervisor_was_killed_stays_there_and_answers_with_errors
 
 
 def test_many_mounts_side_by_side(source: Path, tmp_path: Path) -> None:
-    """If some are killed the others go on, and each is unmounted alone."""
     places = [tmp_path / f"mount{number}" for number in range(10)]
     pids = []
     for at in places:

@@ -49,8 +49,7 @@ def serves(at: Path) -> bool:
 
 
 def test_umount_8_finds_the_mount_busy_and_takes_it_away_innermost_first(native: LiveMount) -> None:
-    """It is busy because of the mount on `.diesel`. systemd does the same at shutdown. Between the
-    two steps, the tree goes on serving."""
+    """The mount on `.diesel` makes it busy. systemd unmounts in the same way at shutdown."""
     pids = Processes.of(native.at)
     found = run("umount", native.at)
     assert found.returncode == 32
@@ -67,7 +66,6 @@ def test_umount_8_finds_the_mount_busy_and_takes_it_away_innermost_first(native:
 
 @pytest.mark.parametrize("option", ["-R", "-l"])
 def test_umount_8_with_an_option_ends_everything(native: LiveMount, option: str) -> None:
-    """`umount -R` and `umount -l` take both mounts away, and the processes end by themselves."""
     pids = Processes.of(native.at)
     found = run("umount", option, native.at)
     assert found.returncode == 0, found.stderr
@@ -77,7 +75,6 @@ def test_umount_8_with_an_option_ends_everything(native: LiveMount, option: str)
 
 @pytest.mark.parametrize("again", ["umount", "mount"])
 def test_a_tree_without_its_hidden_folder_is_unmounted(native: LiveMount, again: str) -> None:
-    """Both `umount` and mounting there again remove it."""
     pids = Processes.of(native.at)
     syscalls.umount2(str(native.at / ".diesel"))
     assert mounted_at(str(native.at)) is not None
@@ -93,7 +90,6 @@ def test_a_tree_without_its_hidden_folder_is_unmounted(native: LiveMount, again:
 
 
 def test_a_mount_in_which_another_one_is_mounted_is_busy(native: LiveMount) -> None:
-    """Its own mount on `.diesel` does not count."""
     assert run("mount", "-t", "tmpfs", "none", native.at / "folder").returncode == 0
     try:
         with pytest.raises(BusyError, match="or another mount"):
@@ -109,7 +105,6 @@ def test_a_mount_in_which_another_one_is_mounted_is_busy(native: LiveMount) -> N
 
 
 def test_two_umounts_at_once_take_everything_away(native: LiveMount) -> None:
-    """The slower one may find nothing, but does no harm."""
     program = "import sys; from diesel_fs.mounts import umount; umount(sys.argv[1])"
     both = [
         subprocess.Popen([sys.executable, "-c", program, native.at], stderr=subprocess.PIPE)
@@ -125,7 +120,6 @@ def test_two_umounts_at_once_take_everything_away(native: LiveMount) -> None:
 
 
 def test_tools_see_all_and_no_hidden_folder(native: LiveMount, tmp_path: Path) -> None:
-    """This holds for tools that do not stay on one file system, too."""
     names = ["", "/a", "/b", "/folder", "/folder/file"]
     found = run("find", native.at, "-xdev")
     assert found.stdout.split() == [f"{native.at}{name}" for name in names]
@@ -139,7 +133,6 @@ def test_tools_see_all_and_no_hidden_folder(native: LiveMount, tmp_path: Path) -
 
 
 def test_tools_name_the_dataset_and_its_users(native: LiveMount) -> None:
-    """The tree is one mount, and the hidden folder is another one below it."""
     shown = run("df", "--output=source,fstype,target", native.at / "b").stdout.splitlines()[1]
     assert shown.split() == ["folder@7", "erofs", str(native.at)]
     columns = ("-n", "-r", "-o", "SOURCE,FSTYPE,TARGET")
@@ -165,8 +158,6 @@ def second(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_bind_mount_shows_the_tree_with_no_hidden_files(native: LiveMount, second: Path) -> None:
-    """It keeps the mount alive, and is ended by `umount`. A recursive one shows the hidden files,
-    too."""
     assert run("mount", "--rbind", native.at, second).returncode == 0
     assert serves(second)
     umount(second)
@@ -208,7 +199,6 @@ IN_ANOTHER = """if True:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose mounts come to other mount namespaces, too."""
     folder = tmp_path / "shared"
     folder.mkdir()
     assert run("mount", "-t", "tmpfs", "none", folder).returncode == 0
@@ -219,8 +209,7 @@ def shared(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_mounts_reach_and_leave_other_namespaces(source: Path, shared: Path, before: bool) -> None:
-    """The namespace may be made before the mount or after it. A file that is open there keeps the
-    mount busy here, and everything stays in both."""
+    """The namespace may be made before the mount or after it."""
     at = shared / "mount"
     at.mkdir()
     by = own_mounts("--propagation=slave", keep=shared)

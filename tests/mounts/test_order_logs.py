@@ -57,8 +57,6 @@ def store(filled: Path, tmp_path: Path) -> Path:
 
 
 class Training:
-    """Reads epochs of a mount in random orders that are announced before."""
-
     def __init__(self, at: Path, files: int = FILES) -> None:
         self.at = at
         self.files = files
@@ -127,7 +125,6 @@ class Training:
         return self.logs()["log_hits"] + figures(current_stats(self.at), "cache")["log_hits"]
 
     def logs(self) -> dict[str, int]:
-        """The worker's figures, which may be some tenths of a second old."""
         return figures(current_stats(self.at), "residency", "store")
 
 
@@ -140,8 +137,7 @@ def request(store: Path, at: Path, cache: Path, session: str) -> MountRequest:
 
 
 def test_later_epochs_need_no_store(store: Path, tmp_path: Path, session: str) -> None:
-    """All chunks are gone after the first epoch, and two more epochs are read without them. The
-    mount has registered in the folder as a job, and pins its dataset."""
+    """All chunks are gone after the first epoch."""
     wanted = request(store, tmp_path / "at", tmp_path / "cache", session)
     with mounted(wanted) as at, Training(at) as job:
         job.announce(0, 1)
@@ -201,7 +197,6 @@ def test_auto_changes_to_logs_when_they_pay(filled: Path, tmp_path: Path, sessio
 
 
 def test_a_mount_after_a_kill_reads_from_the_log(store: Path, tmp_path: Path, session: str) -> None:
-    """The worker of a mount is killed in the second epoch; the next mount begins it again."""
     wanted = request(store, tmp_path / "at", tmp_path / "cache", session)
     with mounted(wanted) as at, Training(at) as job:
         job.announce(0, 1)
@@ -212,7 +207,6 @@ def test_a_mount_after_a_kill_reads_from_the_log(store: Path, tmp_path: Path, se
         job.announce(1, 2)
         wait_until(lambda: job.logs().get("log_recovered") == 1)
         job.read(1)
-        # The figures may come late
         wait_until(lambda: job.log_hits() > 0.9 * FILES, otherwise=lambda: str(job.logs()))
         assert job.logs()["log_wrong"] == 0
 

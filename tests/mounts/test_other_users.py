@@ -50,8 +50,8 @@ Attempt = tuple[str, ...]
 
 
 def tried_by_another_user(*attempts: Attempt, inside: Path | None = None) -> list[str]:
-    """The errno of each attempt of a user without rights; empty for success. The process begins
-    `inside` a folder, as root."""
+    """Return the errno of each attempt of a user without rights; empty for success. The process
+    begins `inside` a folder, as root."""
     paths = [[name, *map(str, rest)] for name, *rest in attempts]
     command = [*as_user(), user_python(), "-I", "-S", "-c", TRY, json.dumps(paths)]
     done = subprocess.run(command, check=True, capture_output=True, cwd=inside or "/")
@@ -81,7 +81,6 @@ def source(open_place: Path) -> Path:
 def test_other_users_get_nothing_without_allow_other(
     source: Path, open_place: Path, session: str
 ) -> None:
-    """They try its path, the folders of root's processes, a bind mount, and a file handle."""
     with (
         mounting(source, open_place / "m", session) as mounted,
         bound(mounted.at, open_place / "bound") as other,

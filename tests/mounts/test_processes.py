@@ -35,8 +35,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.fuse
 
 CONTENT = b"0123456789abcdef" * (READ_BYTES_MAX // 16 * 3 // 2)
-"""The content of the file that is read and pushed. A smaller one is read by one READ, and not
-pushed again."""
+"""A smaller file is read by one READ, and not pushed again."""
 
 READERS = 8
 FREED_S = 15.0  # far less than the 20 s after which a read that waits is an error
@@ -81,7 +80,6 @@ def results(readers: Program, killed_s: float) -> set[str]:
 def test_Z1_readers_are_freed_when_a_process_is_killed_while_a_push_waits(
     mounted: tuple[LiveMount, Processes], victims: str
 ) -> None:
-    """Readers get an error, no process stays in D state, and mounting again works."""
     found, pids = mounted
     with reading(found.at / PUSHED, CONTENT, READERS) as readers:
         wait_for_the_push(found.at, pids.worker)
@@ -99,7 +97,6 @@ def test_Z1_readers_are_freed_when_a_process_is_killed_while_a_push_waits(
 
 
 def test_Z1_a_killed_worker_that_ends_harms_no_read(mounted: tuple[LiveMount, Processes]) -> None:
-    """Reads go on, nothing is pushed, and the log reports it."""
     found, pids = mounted
     with reading(found.at / PUSHED, CONTENT, READERS) as readers:
         wait_for_the_push(found.at, pids.worker)
@@ -129,7 +126,6 @@ def test_H6_a_stopped_server_is_ended_by_the_watchdog(mounted: tuple[LiveMount, 
 
 
 def test_H6_reads_go_on_while_the_worker_is_stopped(mounted: tuple[LiveMount, Processes]) -> None:
-    """`umount` does not wait for it, either."""
     found, pids = mounted
     os.kill(pids.worker, signal.SIGSTOP)
     assert (found.at / "a").read_bytes() == b"alpha" * 1000
@@ -138,7 +134,7 @@ def test_H6_reads_go_on_while_the_worker_is_stopped(mounted: tuple[LiveMount, Pr
 
 
 def test_H6_a_pause_of_all_processes_ends_nothing(mounted: tuple[LiveMount, Processes]) -> None:
-    """After Ctrl-Z, or in a container that was frozen, everything goes on."""
+    """Ctrl-Z pauses them, or a container that is frozen."""
     found, pids = mounted
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -154,8 +150,6 @@ def test_H6_a_pause_of_all_processes_ends_nothing(mounted: tuple[LiveMount, Proc
 
 @pytest.mark.parametrize("way", ["plain", "lazy", "force", "SIGTERM", "SIGINT twice"])
 def test_H4_a_mount_ends_while_a_push_waits(mounted: tuple[LiveMount, Processes], way: str) -> None:
-    """A plain umount finds it busy; a lazy one serves its readers to their end; force or signals
-    end it, and the readers' calls too."""
     found, pids = mounted
     with reading(found.at / PUSHED, CONTENT, READERS) as readers:
         wait_for_the_push(found.at, pids.worker)
@@ -198,8 +192,7 @@ def test_H4_a_mount_ends_while_a_push_waits(mounted: tuple[LiveMount, Processes]
 def test_H4_a_signal_to_all_processes_of_a_mount_in_the_foreground_counts_once(
     source: Path, tmp_path: Path, session: str, number: signal.Signals
 ) -> None:
-    """Ctrl-C and service managers send it. A READ under way is still answered. The program itself
-    serves, logs to stderr, and ends with exit code 0."""
+    """Ctrl-C and service managers send it. A READ under way is still answered."""
     content = CONTENT[:65_536]  # one READ reads it
     # A native mount reads ahead over the ends of files, which must not reach the file that waits.
     (source / "between").write_bytes(bytes(2 << 20))
@@ -241,7 +234,7 @@ def test_a_reader_that_is_ended_while_it_waits_ends_at_once(
     source: Path, tmp_path: Path, name: str, number: signal.Signals
 ) -> None:
     """It waits for a page that is read ahead, or in a READ of its own, which the kernel interrupts
-    (pyfuse3 does not learn of that). Later reads of the file work."""
+    (pyfuse3 does not learn of that)."""
     (source / name).write_bytes(CONTENT)
     with mounting(source, tmp_path / "mount", "kernel") as found:
         with reading(found.at / name, CONTENT, READERS) as readers:

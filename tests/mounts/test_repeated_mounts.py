@@ -26,8 +26,6 @@ HANG_S = 300.0
 
 
 def resources_of(place: Path) -> Iterator[str]:
-    """The resources that mounts at a place may leave behind: processes, mounts, descriptors,
-    threads, memory."""
     for pid, command in command_lines():
         if os.fsencode(place) in command:
             yield f"process {pid} {command!r}"
@@ -51,7 +49,6 @@ def resources_of(place: Path) -> Iterator[str]:
 @pytest.mark.deep
 @pytest.mark.only_session("native", "kernel", "pyfuse3")
 def test_many_rounds_leave_nothing_behind(source: Path, tmp_path: Path, session: str) -> None:
-    """No descriptor, thread, mount, process, connection, loop device, socket or shared memory."""
     at = tmp_path / "mount"
     at.mkdir()
     request = request_for(source, at, session, policy="oneshot")

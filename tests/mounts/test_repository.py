@@ -85,7 +85,6 @@ def test_H16_a_changed_or_deleted_dataset_stays_in_a_mount(
 
 
 def test_H16_a_missing_chunk_gives_EIO(url: str, at: Path, session: str, tmp_path: Path) -> None:
-    """It never gives other bytes, and the log says that the snapshot may be too old."""
     before = {f"f{seed:02}": noise(seed) for seed in range(40)}
     put(url, before, one_each=True)
     log = tmp_path / "log"
@@ -114,8 +113,7 @@ def test_a_mount_leases_its_version(url: str, at: Path, session: str, tmp_path: 
 
 
 def test_H21_a_mount_of_a_newer_version_shows_no_old_page(url: str, at: Path, session: str) -> None:
-    """Path, size, inode number and mount point are the same; an old descriptor keeps the old
-    bytes."""
+    """Path, size, inode number and mount point are the same."""
     old, new = noise(1), noise(2)
     request = MountRequest(url, "ds", str(at), session=session)
     put(url, {"a": old})
@@ -141,7 +139,7 @@ def test_H21_a_mount_of_a_newer_version_shows_no_old_page(url: str, at: Path, se
 
 
 def test_H19_killed_readers_leave_no_handle_behind(url: str, at: Path, session: str) -> None:
-    """Of 12 processes that have files open, a third is killed: each OPEN gets its RELEASE."""
+    """Each OPEN gets its RELEASE."""
     files = {f"f{seed}": noise(seed) for seed in range(12)}
     put(url, files, one_each=True)
     with mounted(MountRequest(url, "ds", str(at), session=session)), ExitStack() as stack:

@@ -20,7 +20,7 @@ from tests.rows import each_row
 
 @pytest.fixture
 def saved(tmp_path: Path) -> MountRequest:
-    """A request for version 2 of `dogs`, from a file. The repository has a dataset `cats`, too."""
+    """A request for version 2 of `dogs`, from a file."""
     url = (tmp_path / "store").as_uri()
     with connect("cats", url, create=True) as cats:
         cats.put(b"a cat", "a")
@@ -123,7 +123,6 @@ def test_E6_without_metadata_it_is_exit_14_or_offline(saved: MountRequest, tmp_p
 def test_without_metadata_a_warning_says_the_version_may_be_old(
     saved: MountRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A mount without a snapshot file warns, and so does the Python API."""
     current = replace(saved, snapshot_file="")
     assert open_with(current).warning == ""
     lose_metadata(tmp_path / "store")

@@ -46,8 +46,6 @@ def by_another_user(*arguments: object) -> "subprocess.CompletedProcess[str]":
 def test_another_users_mount_is_refused_and_lives(
     source: Path, open_place: Path, session: str, option: list[str]
 ) -> None:
-    """Each way to unmount is exit 12, and names the user who mounted it. So do the statistics of a
-    mount without --allow-other."""
     with mounting(source, open_place / "mount", session) as mounted:
         run = by_another_user("umount", *option, mounted.at)
         assert run.returncode == 12, run
@@ -79,8 +77,6 @@ def in_another_namespace(at: Path) -> Program:
 def test_a_mount_stays_served_in_another_namespace(
     source: Path, tmp_path: Path, session: str, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
-    """It is unmounted here, with a warning; the daemon ends with the other namespace. Force ends
-    the mount for all."""
     with (
         mounting(source, tmp_path / "mount", session) as mounted,
         in_another_namespace(mounted.at) as other,
@@ -103,8 +99,6 @@ def test_a_mount_stays_served_in_another_namespace(
 def test_a_mount_that_was_moved_is_unmounted_at_its_new_place(
     source: Path, tmp_path: Path, session: str, way: str
 ) -> None:
-    """`umount` with its new path does so, and a signal for its daemon. A later mount at its old
-    place stays."""
     with mounts_to_be_moved(tmp_path) as place, mounting(source, place / "old", session) as mounted:
         at = place / "new"
         at.mkdir()
@@ -147,7 +141,6 @@ def test_a_process_that_the_mount_starts_meanwhile_is_no_user_of_it(
 
 @contextmanager
 def mounts_to_be_moved(folder: Path) -> Iterator[Path]:
-    """A place from which mounts can be moved: a private mount, of tmpfs."""
     place = folder / "private"
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", place], check=True)
@@ -162,7 +155,6 @@ def mounts_to_be_moved(folder: Path) -> Iterator[Path]:
 def test_a_worker_that_keeps_an_unmounted_mount_is_ended_without_an_error(
     source: Path, tmp_path: Path, session: str
 ) -> None:
-    """It waits for the store, while a process still reads the mount."""
     (source / HANG).write_bytes(b"content")
     with mounting(source, tmp_path / "mount", session) as mounted:
         assert len(children_of(mounted.pid)) == 2
@@ -189,7 +181,7 @@ def test_a_worker_may_be_ended_before_it_has_begun(source: Path, tmp_path: Path)
 def test_an_idle_daemon_that_does_not_end_is_named(
     source: Path, tmp_path: Path, session: str
 ) -> None:
-    """The supervisor is stopped, so it cannot end, although its mount is unmounted."""
+    """The supervisor is stopped."""
     with mounting(source, tmp_path / "mount", session) as mounted:
         os.kill(mounted.pid, signal.SIGSTOP)
         try:
@@ -202,7 +194,8 @@ def test_an_idle_daemon_that_does_not_end_is_named(
 
 @dataclass(frozen=True, slots=True)
 class WorkClock:
-    """A clock that runs while a process works: a tenth of a second for each of its ticks."""
+    """A clock that runs while a process works, and stands still when it does not: a tenth of a
+    second for each of its ticks."""
 
     pid: int
 
@@ -221,9 +214,9 @@ def test_umount_waits_for_a_daemon_that_works(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It waits longer than for an idle one, which it would give up, as while the kernel forgets a
-    million files, and logs a warning. On a busy machine the daemon does not look idle, since this
-    clock stands still when it does not run."""
+    """The kernel may be forgetting millions of files; an idle daemon would be given up. The clock
+    stands still when the daemon does not run, so on a busy machine the daemon does not look idle.
+    """
     released = tmp_path / "released"
     monkeypatch.setenv(WORKS_UNTIL, str(released))
     patience = launcher.Patience(idle_s=3, total_s=math.inf, log_interval_s=6, before_signal_s=0)

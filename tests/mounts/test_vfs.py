@@ -55,8 +55,6 @@ def vfs(source: Path, clock: ManualClock) -> Vfs:
 
 
 def test_a_node_is_the_index_and_one(vfs: Vfs) -> None:
-    """The node of an entry is its index in the snapshot plus 1; the root is 1. Modes are without
-    the umask."""
     assert vfs.attributes(ROOT).node == 1
     for name in (b"a", b"b", b"link", b"many"):
         found = vfs.lookup(ROOT, name)
@@ -78,7 +76,6 @@ def test_an_unknown_node_is_stale(vfs: Vfs, node: int) -> None:
 
 
 def test_listings_agree_with_attributes(vfs: Vfs) -> None:
-    """A listing gives the same attributes as a lookup, and each child once, in order."""
     folder = vfs.lookup(ROOT, b"many").node
     names: list[bytes] = []
     while (part := vfs.child_columns(folder, len(names), 400)) is not None:
@@ -122,8 +119,7 @@ async def test_a_hidden_file_has_a_new_node_whenever_it_changes(
 async def test_contents_of_stats_that_the_kernel_forgot_are_freed(
     vfs: Vfs, clock: ManualClock
 ) -> None:
-    """A program that reads the statistics again and again fills no memory: old nodes are
-    unknown."""
+    """A program that reads the statistics again and again fills no memory."""
     nodes = []
     for second in range(1000):
         clock.now_s = 2.0 * second

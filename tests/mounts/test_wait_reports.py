@@ -38,7 +38,6 @@ SLOW_S = "0.15"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A dataset of some files, each in a chunk of its own, and some that are compressed."""
     address = (tmp_path_factory.mktemp("waits") / "store").as_uri()
     packed = dict.fromkeys(
         (f"packed{number}" for number in range(FILES)), b"much the same " * 5_000
@@ -129,7 +128,6 @@ def top(*arguments: str | Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_top_divides_each_interval(request_of: MountRequest) -> None:
-    """Its parts add up to the interval; it ends with the mount, and reports that."""
     with (
         slow_mount(request_of, slow_daemon.STORE) as at,
         top("--json", "--interval", "0.2", at) as process,
@@ -194,7 +192,6 @@ def get(address: str) -> str:
 
 
 def test_prometheus_gets_the_figures_of_a_mount(request_of: MountRequest, session: str) -> None:
-    """While the mount does not answer, they are unavailable."""
     place, host = ("127.0.0.1:0", "127.0.0.1") if session == "native" else ("[::1]:0", "[::1]")
     with mounted(replace(request_of, metrics=place)) as at:
         read(at / "file0", RANK="5")
@@ -252,7 +249,6 @@ def test_a_port_that_is_in_use_is_an_error_before_the_mount_is_made(
 
 
 def test_every_metric_is_documented() -> None:
-    """Exactly those, with their labels and kinds."""
     page = Path(diesel_fs.__file__).parent / "mounts" / "METRICS.md"
     rows = re.findall(r"^\| `(\w+)`.* \| (counter|gauge): ", page.read_text(), re.MULTILINE)
     assert rows == [(metric.name, metric.kind) for metric in TABLE]

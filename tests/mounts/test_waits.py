@@ -140,8 +140,8 @@ class Model:
 
 @given(STEPS)
 def test_each_moment_is_divided_among_waiting_requests(steps: list[tuple[object, ...]]) -> None:
-    """Any overlap of requests, of threads that mark their cause, and of answers given at once,
-    compared with a count unit by unit. The mount's own requests count nowhere."""
+    """Requests overlap in any way; the oracle counts unit by unit. The mount's own requests count
+    nowhere."""
     model = Model()
     for step in steps:
         model.run(step)
@@ -205,7 +205,6 @@ CHILDREN = """if True:
 
 @pytest.mark.parametrize("rank", [None, 3])
 def test_workers_belong_to_their_script_and_its_rank(rank: int | None) -> None:
-    """A forked child, of a program that was started with a rank or without."""
     environment = {key: value for key, value in os.environ.items() if "RANK" not in key}
     if rank is not None:
         environment["RANK"] = str(rank)

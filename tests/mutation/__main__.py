@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _each(work: Callable[[T], R], things: Sequence[T], jobs: int) -> Iterator[tuple[T, R]]:
-    """Do the work for each thing, some in parallel; an interrupt ends the running ones."""
+    """An interrupt ends the running ones."""
     with ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(work, thing): thing for thing in things}
         try:

@@ -1,8 +1,8 @@
 """`python chosen.py ORDER`: pytest, with the tests that a file lists; it reports how each one
 ended.
 
-It is a program and a plugin of pytest, and imports nothing of this tree: it runs in copies of the
-tree, and in older trees, which have no `tests.mutation`.
+It imports nothing of this tree, because it runs in copies of the tree, and in older trees, which
+have no `tests.mutation`.
 """
 
 import json
@@ -16,8 +16,6 @@ import pytest
 
 
 class Order(TypedDict):
-    """The order of a run, as JSON."""
-
     arguments: list[str]
     """pytest's."""
     report: str

@@ -39,8 +39,6 @@ _CONTEXT = re.compile(r"(.*) \((setup|call|teardown)\)", re.DOTALL)
 
 
 class Batch(NamedTuple):
-    """Test files that are measured together."""
-
     name: str
     files: tuple[str, ...]
 
@@ -72,10 +70,8 @@ def pytest_arguments(copy: Sandbox, *more: str) -> list[str]:
 
 
 def batches(tree: Path, folder: Path, tests: list[str]) -> list[Batch]:
-    """The unmeasured test files among some folders and files, or of the whole suite.
-
-    Files in folders that mirror a mutated package come first.
-    """
+    """The unmeasured test files among some folders and files, or of the whole suite. Files in
+    folders that mirror a mutated package come first."""
     with sandbox(tree) as copy:
         arguments = pytest_arguments(copy, "-m", "not bench", "--collect-only", *tests)
         order: Order = {"arguments": arguments, "report": str(copy.scratch / "report")}
@@ -153,9 +149,9 @@ class CoverageMap:
     def tests(self, file: str, line: int) -> dict[str, int]:
         """The tests that may notice a change of a line, with a rank: 0 for those that reach it.
 
-        The rank is 1 for tests in a file that reaches it during a set-up, perhaps for many tests. A
-        line that runs when its module is imported matters to each test that runs a function of the
-        module: these have the rank 2.
+        The rank is 1 for tests in a file that reaches it during a set-up, perhaps for many
+        tests. A line that runs when its module is imported matters to each test that runs a
+        function of the module: these have the rank 2.
         """
         contexts = self._contexts(file)
         reaching = [_CONTEXT.fullmatch(context) for context in contexts.get(line, ())]

@@ -83,8 +83,8 @@ def draw(
 ) -> list[Mutant]:
     """At least `count` mutants, as many of each package, one per line, in covered lines.
 
-    The seed alone decides the order in which lines are tried and the change of each, so that two
-    runs draw nearly the same mutants if they differ in a few covered lines.
+    The seed alone decides the order in which lines are tried and the change of each, so two runs
+    draw nearly the same mutants if they differ in a few covered lines.
     """
     share = -(-count // len(packages))
     return [

@@ -146,8 +146,7 @@ def in_order(mutant: Mutant, measured: CoverageMap) -> list[str]:
 
 
 def _nearness(test_file: str, module: str) -> int:
-    """The number of folders that a test file and a module have in common, and whether they share
-    the name."""
+    """Return the number of common folders, and whether the files share the name."""
     tests, modules = test_file.split("/")[1:], module.split("/")[1:]
     common = 0
     while common < min(len(tests), len(modules)) - 1 and tests[common] == modules[common]:

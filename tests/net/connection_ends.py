@@ -2,11 +2,11 @@
 
 A `RawTls` is one end of a connection that a test drives by hand: it has TLS in memory beside a
 plain socket, so it can send half a record, or bytes and their end in one segment. `ENDS` and
-`handshake_ends` are the ways; each user of TLS has a test that goes through them.
+`handshake_ends` are the ways.
 
-OpenSSL distinguishes an end that close_notify announces from an unannounced one, unless a context
-has OP_IGNORE_UNEXPECTED_EOF, as all have in some builds of Python (Debian's 3.11 is one). The
-fixture `unexpected_eof` runs a test both ways.
+OpenSSL distinguishes an end that close_notify announces from an unannounced one, unless a
+context has OP_IGNORE_UNEXPECTED_EOF, as all have in some builds of Python (Debian's 3.11 is
+one). The fixture `unexpected_eof` runs a test both ways.
 """
 
 import functools
@@ -64,7 +64,6 @@ def close(plain: socket.socket) -> None:
 
 
 def half_close(plain: socket.socket) -> None:
-    """Send FIN, and leave the other direction open."""
     with suppress(OSError):  # the other end may have closed the connection already
         plain.shutdown(socket.SHUT_WR)
 
@@ -80,8 +79,6 @@ def leave_open(plain: socket.socket) -> None:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One way to end a connection."""
-
     name: str
     end_tcp: Callable[[socket.socket], None]
     is_announced: bool = False  # by close_notify
@@ -146,7 +143,7 @@ class RawTls:
 
     @property
     def peer_certificate(self) -> bytes:
-        """The other end's certificate, as DER."""
+        """Return it as DER."""
         return self._object.getpeercert(binary_form=True) or b""
 
     def send(self, content: bytes) -> None:
@@ -165,8 +162,7 @@ class RawTls:
         return content
 
     def end(self, end: End, last: bytes = b"") -> None:
-        """End the connection in this way. `last` are the final bytes; they leave in one segment
-        with the end."""
+        """`last` are the final bytes; they leave in one segment with the end."""
         content = self._encrypted(last) if last else b""
         if end.within_record:
             record = self._encrypted(bytes(100))
@@ -180,7 +176,6 @@ class RawTls:
         end.end_tcp(self.plain)
 
     def end_handshake(self, way: HandshakeEnd) -> None:
-        """End the connection within the handshake in this way."""
         if self._is_server:  # its first bytes answer those of the client
             self._incoming.write(self.plain.recv(_TLS_BYTES))
         with suppress(ssl.SSLError):
@@ -241,8 +236,8 @@ Row = tuple[str, Begin, bytes, End | HandshakeEnd]
 
 
 def rows(stages: Mapping[str, tuple[Begin, bytes]]) -> list[Row]:
-    """Each end within the TLS handshake, and after it at each stage. A stage has the function that
-    opens a connection, and the last bytes before the end."""
+    """Return each end within the TLS handshake, and after it at each stage. A stage has the
+    function that opens a connection, and the last bytes before the end."""
     return [
         *((f"within the TLS handshake: {way.name}", connected, b"", way) for way in HANDSHAKE_ENDS),
         *(
@@ -254,7 +249,7 @@ def rows(stages: Mapping[str, tuple[Begin, bytes]]) -> list[Row]:
 
 
 def end_one(port: int, begin: Begin, last: bytes, way: End | HandshakeEnd) -> RawTls:
-    """Open a connection and end it; the caller keeps the result while it must stay open."""
+    """The caller keeps the result while it must stay open."""
     raw = begin(port)
     if isinstance(way, HandshakeEnd):
         raw.end_handshake(way)

@@ -52,7 +52,6 @@ async def test_a_receiver_that_always_has_bytes_lets_other_tasks_run(ends: Ends)
 
 
 async def test_F7_a_frame_that_has_begun_must_go_on(ends: Ends, autojump_clock: MockClock) -> None:
-    """Between frames the other end may take any time."""
     autojump_clock.autojump_threshold = 0.02
     here, there = ends
     inbox = FrameReader(Channel(here), 4096)
@@ -95,8 +94,8 @@ SIZES = [0, 1, 17, 4096, 16_384, 16_385, 100_000, 300_000, 1_000_001]
 
 @each_row("seed", range(4))
 async def test_a_slow_reader_over_TLS_gets_each_byte_once_and_in_order(seed: int) -> None:
-    """Parts of any sizes; each call sends as much as leaves, so some bytes are encrypted long
-    before they count as sent."""
+    """Each call sends as much as leaves, so some bytes are encrypted long before they count as
+    sent."""
     here, there = socket.socketpair()
     for end in (here, there):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 20_000)
@@ -152,7 +151,6 @@ async def test_a_TLS_handshake_with_another_protocol_fails_with_the_reason(ends:
 
 
 def test_bytes_that_are_not_TLS_end_a_connection(ends: Ends) -> None:
-    """Bytes behind them are not read, and no task waits for more."""
     here, there = ends
     context = make_certificate().context
     with ThreadPoolExecutor(1) as pool:

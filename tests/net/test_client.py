@@ -58,12 +58,10 @@ def fds() -> int:
 
 
 def echoed(link: ServerLink, *parts: Bytes) -> bytes:
-    """The payload that the server sends back."""
     return link.call({"do": "echo"}, parts).payload.tobytes()
 
 
 def test_a_payload_is_sent_and_received_in_parts(link: ServerLink) -> None:
-    """The parts have any size and kind; one payload has a thousand small ones."""
     parts: list[Bytes] = [
         *(b"a" * 3, bytearray(b"b" * 70_000), memoryview(b"c" * 5_000_000), b"", b"d"),
         *(bytes([i % 256]) * (i % 7) for i in range(1000)),
@@ -87,7 +85,7 @@ def test_a_payload_that_does_not_fit_its_room_is_refused(link: ServerLink, size:
 
 
 def test_an_error_has_its_class_and_ends_only_its_request(link: ServerLink) -> None:
-    """G3: one request meets an error, or a bug; the connection goes on."""
+    """FAULTS G3."""
     peer = link.call({"do": "echo"}).message["peer"]
     with pytest.raises(NoSuchDataset, match="gone"):
         link.call({"do": "fail", "kind": "NoSuchDataset", "message": "gone"}, [bytes(100_000)])
@@ -120,7 +118,6 @@ def test_an_answer_with_a_field_that_must_be_understood_is_refused() -> None:
 
 
 def test_a_stream_gives_all_its_answers(link: ServerLink) -> None:
-    """Each answer but the last has `more`; a client that leaves early closes the connection."""
     answers = list(link.stream({"do": "count", "n": 5}))
     assert [answer.message["i"] for answer in answers] == list(range(5))
     assert [answer.payload.nbytes for answer in answers] == list(range(5))
@@ -258,7 +255,7 @@ def test_a_deadline_covers_the_whole_answer(server: ThreadedServer, link: Server
 def test_the_next_and_the_previous_version_are_refused_with_a_sentence(
     monkeypatch: pytest.MonkeyPatch, server: ThreadedServer
 ) -> None:
-    """G4: both the server and the client itself explain it to a client of another version."""
+    """G4: both the server and the client itself explain it."""
     for version in (wire.VERSION - 1, wire.VERSION + 1):
         other = wire.greeting()[:8] + version.to_bytes(2, "little") + bytes(6)
         with monkeypatch.context() as patch:
@@ -405,7 +402,6 @@ def test_clients_are_distributed_over_the_servers() -> None:
 
 
 def test_another_server_is_used_when_one_hangs() -> None:
-    """It accepts, and then sends nothing, or nothing more."""
     with ThreadedServer() as well, Scripted(lambda client: time.sleep(60)) as hangs:
         for _ in range(4):
             url = f"diesel://127.0.0.1:{hangs.port},127.0.0.1:{well.port}"
@@ -484,7 +480,6 @@ def test_excess_connections_are_refused_with_a_reason() -> None:
 
 
 def test_Z9_a_forked_child_opens_its_own_connections(link: ServerLink) -> None:
-    """Both continue, and the child's end breaks no connection of the parent."""
     parent_peer = link.call({"do": "echo"}).message["peer"]
     stream = link.stream({"do": "count", "n": 50})
     next(stream)

@@ -46,7 +46,7 @@ Serve = Callable[[socket.socket], object]
 
 
 def received_by_channel(plain: socket.socket, context: ssl.SSLContext, *, accepted: bool) -> bytes:
-    """All bytes that a channel receives; the end must not change."""
+    """Return all bytes; assert that the end does not change."""
     got = bytearray()
 
     async def main() -> None:
@@ -63,7 +63,7 @@ def received_by_channel(plain: socket.socket, context: ssl.SSLContext, *, accept
 
 
 def received_by_socket(plain: socket.socket, context: ssl.SSLContext) -> bytes:
-    """All bytes that a `TlsSocket` receives; the end must not change."""
+    """Return all bytes; assert that the end does not change."""
     connected = TlsSocket(plain, context)
     got, room = bytearray(), memoryview(bytearray(5000))
     for _ in range(3):
@@ -107,7 +107,7 @@ def test_an_end_within_the_handshake_is_noticed(receiver: str, unexpected_eof: s
 
 
 def _received(receiver: str, way: End | HandshakeEnd, content: bytes = b"") -> bytes:
-    """The bytes that a receiver gets from an end that sends this content and ends in this way."""
+    """The other end sends `content` and ends in this way."""
 
     def behave(raw: RawTls) -> None:
         if isinstance(way, HandshakeEnd):
@@ -172,7 +172,6 @@ def serve_until(way: End | HandshakeEnd, sent: int, context: ssl.SSLContext) -> 
 def test_a_client_reports_each_end_of_a_server_and_uses_another(
     unexpected_eof: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No end is taken for an answer, and none makes the client give up the server for good."""
     authority = Authority(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
     pair = authority.issue()

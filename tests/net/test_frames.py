@@ -22,8 +22,7 @@ BINDING = bytes(range(32, 64))
 
 
 def test_golden_bytes() -> None:
-    """These bytes must never change: programs of different versions recognise each other by
-    them."""
+    """Programs of different versions recognise each other by these bytes."""
     assert wire.greeting() == b"\x93DIESNET\1\0\0\0\0\0\0\0"
     assert wire.welcome(NONCE) == b"\x93DIESNET\1\0\0\0\x20\0\0\0" + NONCE
     assert wire.refusal("no") == b"\x93DIESNET\1\0\1\0\2\0\0\0no"
@@ -153,7 +152,7 @@ def test_names_of_a_bad_length_cannot_log_in(user: str) -> None:
 
 
 def test_a_login_is_for_one_connection_and_user() -> None:
-    """S2: neither another nonce, nor another certificate, nor another name fits."""
+    """FAULTS S2."""
     mine = wire.login_challenge(NONCE, BINDING, "me")
     others = [
         wire.login_challenge(bytes(32), BINDING, "me"),

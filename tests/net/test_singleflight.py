@@ -12,8 +12,6 @@ from tests.rows import each_row
 
 
 class Gate:
-    """A run that waits until it is released, and counts."""
-
     def __init__(self) -> None:
         self.runs = 0
         self.ended = 0

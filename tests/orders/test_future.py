@@ -31,7 +31,7 @@ class ListedUses:
         self.position = [0] * len(self.orders)
 
     def left(self, unit: int) -> list[tuple[int, int, int]]:
-        """Time, rank and position of the remaining uses."""
+        """Return time, rank and position of the remaining uses."""
         return sorted(
             (start + position, rank, position)
             for rank, (units, start) in enumerate(self.orders)

@@ -43,7 +43,7 @@ def by_the_book(snapshot: Snapshot, seed: int, epoch: int, group_size: int) -> l
 
 
 def test_the_generator_is_splitmix64() -> None:
-    """The first outputs for the state 1234567, as published with the algorithm."""
+    """The outputs are those published with the algorithm."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert [draw(1234567, word) for word in range(3)] == published
 

@@ -46,8 +46,7 @@ def test_a_draw_has_its_length_and_no_sample_twice(
 
 
 def test_chances_follow_the_rule_of_the_source() -> None:
-    """The share c of samples with lower values, to the power of beta; beta 1 draws half, beta 3 a
-    quarter."""
+    """A sample's chance is the share c of samples with lower values, to the power of beta."""
     values = np.random.default_rng(1).permutation(10_000).astype(np.float32)
     for beta in (1, 3, 0.25):
         chances = DrawRule(1 / (1 + beta)).probabilities(values, 0, 0)
@@ -129,8 +128,8 @@ def test_substitutes_are_cached_or_in_packages(count: int, seed: int, data: st.D
 
 
 def test_missed_samples_of_low_importance_are_read_in_few_chunks() -> None:
-    """100 chunks of 40 samples, a fifth of which are important and in memory; a draw of a third of
-    the others would read all chunks."""
+    """A fifth of the samples is important and in memory; a draw of a third of the others would read
+    all chunks."""
     count, rng = 4000, np.random.default_rng(1)
     low = np.arange(count) % 5 != 0
     drawn = np.flatnonzero(~low | (rng.random(count) < 1 / 3))

@@ -26,9 +26,8 @@ def names(snapshot: Snapshot, order: "np.typing.NDArray[np.int64]") -> list[str]
 
 
 def as_torch_cuts(files: int, rank: int, world: int, *, drop_last: bool) -> list[int]:
-    """The places that a `DistributedSampler` gives each rank in a list of `files` files. This is
-    its arithmetic, step by step, except that a rank takes a contiguous piece instead of every
-    `world`-th file."""
+    """The places that a `DistributedSampler` gives each rank, by its arithmetic, except that a rank
+    takes a contiguous piece instead of every `world`-th file."""
     places = list(range(files))
     if drop_last and files % world != 0:
         per_rank = -((world - files) // world)  # math.ceil((files - world) / world)
@@ -58,7 +57,6 @@ def as_torch_cuts(files: int, rank: int, world: int, *, drop_last: bool) -> list
 def test_parts_are_those_of_the_distributed_sampler(
     seed: int, epoch: int, group_size: int, world: int, drop_last: bool, snapshot: Snapshot
 ) -> None:
-    """The sampler repeats or drops the same files; all others occur once."""
     whole = chunk_shuffle(snapshot, seed, epoch, group_size=group_size)
     assert sorted(whole.tolist()) == snapshot.files().tolist()
     parts = []

@@ -162,8 +162,6 @@ def inner(repository: LocalRepository) -> Counting:
 
 
 class Client:
-    """A reader's `TaskStore`, and the bytes that it should read."""
-
     def __init__(
         self, inner: Counting, path: Path, view: Snapshot, chunks: dict[int, bytes]
     ) -> None:

@@ -67,7 +67,7 @@ class FakeAnswers:
         self.hold()
 
     def hold(self, *, hot: bool = True, absent: Collection[int] = ()) -> None:
-        """Put chunks into memory, or take them out. Absent chunks are never given."""
+        """Absent chunks are never given."""
         self.absent = absent
         for chunk in range(len(SIZES)):
             if hot and chunk not in absent:

@@ -46,8 +46,7 @@ def send(self: DataPlane, connection: ServedConnection, parts: Sequence[Bytes], 
 
 
 def adopt(self: DataPlane, connection: ServedConnection) -> None:
-    """Immediate answers to other nodes do not leave by `_send`. The remainder of one that does not
-    leave in one piece is right."""
+    """Immediate answers to other nodes do not leave by `_send`."""
     if not connection.is_local:
         send_one, send_many = connection.send, connection.send_many
         connection.send = lambda answer: send_one(lie(bytes(answer)))

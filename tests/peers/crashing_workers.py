@@ -1,7 +1,7 @@
 """Client processes that die during a read. Arguments: `SOCKET IDENTITY VERSION COUNT`.
 
-Each process says hello, sends a request, and exits before it has the answer, each at another point.
-The program is small and implements section 4 of PEERS.md by itself.
+Each process says hello, sends a request, and exits before it has the answer, each at another
+point. The program implements section 4 of PEERS.md by itself.
 """
 
 import array

@@ -84,7 +84,6 @@ class FakeMaster(FakeServer):
         return [body for each, body in self.requests if each == kind]
 
     def unpinned(self) -> list[int]:
-        """The chunks that clients have given back."""
         return [chunk for body in self.bodies(UNPIN) for (chunk,) in struct.iter_unpack("<I", body)]
 
     def _serve(self, connection: socket.socket) -> None:
@@ -175,7 +174,7 @@ def _answer(
 
 
 def _received(connection: socket.socket, size: int) -> tuple[bytes, list[int]]:
-    """Exactly `size` bytes, and descriptors that came with them."""
+    """Return exactly `size` bytes, and the descriptors that came with them."""
     content, files = b"", array.array("i")
     while len(content) < size:
         piece, control, _, _ = connection.recvmsg(size - len(content), 64)

@@ -1,9 +1,9 @@
 """A fake owner of chunks: it answers requests as in section 3 of PEERS.md with threads, over chunks
 that a test gives it.
 
-It shares no code with the real data plane; `OwnerBehaviour` lists its faults. A `FakeOwner`
-listens on TCP, as a node's master does for the readers of other nodes; only its handshake is made
-of the messages in `wire.py`.
+It shares no code with the real data plane, except that its handshake is made of the messages in
+`wire.py`; `OwnerBehaviour` lists its faults. A `FakeOwner` listens on TCP, as a node's master
+does for the readers of other nodes.
 """
 
 import os
@@ -45,7 +45,7 @@ def answer_reads(
     behaviour: OwnerBehaviour,
     note: Callable[[int, bytes], None],
 ) -> None:
-    """Answer requests until the connection ends. `note` gets their flags and records."""
+    """`note` gets their flags and records."""
     while True:
         number, kind, flags, _, count, _ = HEAD.unpack(received(connection, HEAD.size))
         records = received(connection, count * RECORD.size)
@@ -81,8 +81,6 @@ def received(connection: socket.socket, size: int) -> bytes:
 
 
 class FakeServer:
-    """A server that serves each connection in a thread, while the `with` lasts."""
-
     def __init__(self, listener: socket.socket) -> None:
         self.connections: list[socket.socket] = []
         self._listener = listener
@@ -116,8 +114,6 @@ class FakeServer:
 
 
 class FakeOwner(FakeServer):
-    """The master of another node of a task, with the chunks of a dataset."""
-
     def __init__(
         self, rank: int, chunks: Mapping[int, bytes], *, identity: UUID, version: int,
         task: bytes, secret: bytes,

@@ -1,5 +1,4 @@
-"""Chunks for tests of `NodeCache`, the source that they are fetched from, and helpers to run a
-cache."""
+"""Chunks for tests of `NodeCache`, their source, and helpers to run a cache."""
 
 import functools
 import gc
@@ -49,8 +48,7 @@ def id_of(number: int) -> ChunkId:
 
 
 class ChunkSource:
-    """The fetch function of a cache; `numbers` has the number of each chunk. It counts fetches, and
-    can be slow, fail, or damage chunks."""
+    """The fetch function of a cache; `numbers` has the number of each chunk."""
 
     def __init__(self, numbers: Sequence[int], body_bytes: int = 4000) -> None:
         self.body_bytes = body_bytes
@@ -194,7 +192,7 @@ def kept_numbers(cache: NodeCache) -> set[int]:
 
 
 async def misses_until_loaded(cache: NodeCache, number: int, times: int, size: int = 3000) -> int:
-    """The number of misses before a chunk comes; 0 if it does not come."""
+    """Return the number of misses before a chunk comes; 0 if it does not come."""
     for misses in range(1, times + 1):
         if await cache.get(number, size, load=True) is not None:
             return misses

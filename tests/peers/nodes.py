@@ -5,13 +5,13 @@
         nodes[0].run("dlcmd", "mount", ...)     # on that node: its network, its user's folders
         nodes[1].cut()
 
-A node has an address, a link that can be cut or slowed down, and XDG folders of its own. All nodes
-see the same file systems, so a mount of one is visible to all. Stores, servers and Redis run in
-`shared`. However a test ends, processes on nodes are killed, their mounts are detached, and the
-namespaces are removed; the next run removes those of a run that was killed.
+A node has an address, a link that can be cut or slowed down, and XDG folders of its own. All
+nodes see the same file systems. Stores, servers and Redis run in `shared`. However a test ends,
+processes on nodes are killed, their mounts are detached, and the namespaces are removed; the
+next run removes those of a run that was killed.
 
-Where namespaces are not permitted, nodes are loopback addresses, which is logged once; then links
-cannot be cut or slowed down, and tests that need that are skipped (`needs_links`).
+If namespaces are not permitted, nodes are loopback addresses, which is logged once, and tests
+that cut or slow down links are skipped (`needs_links`).
 
 `entered` changes the network of the thread that calls it. Use the rest from one thread.
 """
@@ -56,7 +56,7 @@ _serial = itertools.count()
 
 @functools.cache
 def has_namespaces() -> bool:
-    """Whether nodes can be network namespaces here. If they cannot, logs the reason once."""
+    """Return whether nodes can be network namespaces here. If not, log the reason once."""
     name = f"{_PREFIX}{os.getpid()}-try"
     try:
         _sweep()
@@ -72,7 +72,6 @@ def has_namespaces() -> bool:
 
 
 def needs_links() -> None:
-    """Skip the test if nodes have no links of their own."""
     if not has_namespaces():
         pytest.skip("links cannot be cut here: no network namespaces")
 
@@ -89,8 +88,6 @@ class Socket:
 
 
 class NodeHost:
-    """A node, or the place of shared services: an address and its processes."""
-
     def __init__(self, name: str, address: str, folder: Path, runtime: Path, link: str) -> None:
         self.name = name
         self.address = address
@@ -136,8 +133,7 @@ class NodeHost:
     def run(
         self, *words: str | Path, check: bool = True, timeout_s: float = RUN_S
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a program to its end. Processes that it leaves in the background keep none of our
-        pipes open."""
+        """Processes that it leaves in the background keep none of our pipes open."""
         with (
             tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out,
             tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
@@ -205,7 +201,7 @@ class NodeHost:
     # Sockets
 
     def sockets(self, *, listening: bool = False) -> list[Socket]:
-        """TCP sockets that listen, or those of established connections."""
+        """Return those that listen, or those of established connections."""
         options = ["-l"] if listening else ["state", "established"]
         text = self.run("ss", "-H", "-t", "-n", "-p", *options).stdout
         found = []
@@ -254,7 +250,7 @@ class NodeHost:
             _checked([*prefix, "tc", "qdisc", *words], self.environment)
 
     def join_switch(self, switch: str) -> None:
-        """Make the namespace and its link to the switch; the place is separate from now on."""
+        """The place is separate from now on."""
         _ip("netns", "add", self.name)
         self._switch = switch
         _ip("-n", self.name, "link", "set", "lo", "up")
@@ -355,8 +351,8 @@ class Nodes:
         return client
 
     def connections(self) -> list[tuple[str, str, int]]:
-        """The TCP connections between nodes: the connector, the acceptor, the port. An end counts
-        as the acceptor's if its node listens on its port."""
+        """Return the connector, the acceptor and the port of each TCP connection between nodes. An
+        end counts as the acceptor's if its node listens on its port."""
         addresses = {node.address for node in self.nodes}
         made: list[tuple[str, str, int]] = []
         for node in self.nodes:

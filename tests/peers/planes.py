@@ -75,7 +75,8 @@ class Plane:
         certificate: Certificate | None = None,
         send_buffer: int = 0,
     ) -> socket.socket:
-        """The other end of a new connection: over TCP, or with `is_local` over a Unix socket."""
+        """Return the other end of a new connection: over TCP, or with `is_local` over a Unix
+        socket."""
         if is_local:
             end, accepted = socket.socketpair()
         else:

@@ -6,9 +6,9 @@ gives: for a test and for the bench.
         outcomes = egress.read(epoch)
     egress.ratios       # for each epoch: bytes that the store gave, divided by the least
 
-The optimum is Belady's MIN at the unit of a chunk, for each node's share, over the accesses of all
-ranks, which read in step (`planned_reads.py`); in a full shuffle, where fetching chunks would read
-more than the readers want, it is all but the chunks that the nodes can hold.
+The optimum is Belady's MIN at the unit of a chunk, for each node's share, over the accesses of
+all ranks, which read in step (`planned_reads.py`); in a full shuffle, where fetching chunks
+would read more than the readers want, it is all but the chunks that the nodes can hold.
 """
 
 import itertools
@@ -32,12 +32,10 @@ SEED = 1  # of `reader_program.py`
 
 
 class PlannedEgress:
-    """Epochs of a task whose nodes hold half of the dataset together."""
-
     def __init__(
         self, task: RunningTask, *, group: int, pace_s: float, announced: str = "computed"
     ) -> None:
-        """Start a reader on each node. A batch of 16 files takes `pace_s`."""
+        """A batch of 16 files takes `pace_s`."""
         self._task, self._group = task, group
         self._pace_s, self._announced = pace_s, announced
         task.part = 0.5 / NODES
@@ -87,8 +85,7 @@ class PlannedEgress:
 
     @property
     def by_lru(self) -> list[float]:
-        """The bytes that the store would give in each epoch without plans, at most the whole
-        dataset."""
+        """The figure is at most the whole dataset."""
         stored = float(self.snapshot.chunk_sizes.sum())
         return [min(each, stored) for each in self._given(lru_fetches)]
 
@@ -101,7 +98,7 @@ class PlannedEgress:
         return self._group >= len(self.snapshot.chunk_sizes)
 
     def _given(self, fetches: Callable[[Sequence[int], int, int], int]) -> list[float]:
-        """The bytes of each epoch, by a count of fetches from an access on."""
+        """`fetches` counts those from an access on."""
         sizes = self.snapshot.chunk_sizes.astype(np.float64)
         found = [0.0] * len(self.got)
         for rank, accesses in enumerate(self._accesses):

@@ -41,7 +41,6 @@ def costs() -> ReadCosts:
 
 
 def chunk_wise(epoch: int) -> Files:
-    """Groups of chunks in random order, and the files of each group."""
     chance = np.random.default_rng([1, epoch])
     shuffled = chance.permutation(CHUNKS)
     groups = [shuffled[first : first + GROUP] for first in range(0, CHUNKS, GROUP)]
@@ -58,8 +57,8 @@ def full(epoch: int) -> Files:
 
 
 def belady_fetches(accesses: Sequence[int], room: int, first: int = 0) -> int:
-    """How many chunks MIN fetches for these accesses, in a cache with room for `room` chunks, from
-    the access `first` on."""
+    """Return how many chunks MIN fetches from the access `first` on, with room for `room`
+    chunks."""
     following, last = [math.inf] * len(accesses), dict[int, int]()
     for at in range(len(accesses) - 1, -1, -1):
         following[at] = last.get(accesses[at], math.inf)
@@ -80,7 +79,6 @@ def belady_fetches(accesses: Sequence[int], room: int, first: int = 0) -> int:
 
 
 def lru_fetches(accesses: Sequence[int], room: int, first: int = 0) -> int:
-    """How many chunks a cache fetches that replaces the least recently used one."""
     here: dict[int, None] = {}
     fetches = 0
     for at, chunk in enumerate(accesses):
@@ -100,7 +98,7 @@ def lru_fetches(accesses: Sequence[int], room: int, first: int = 0) -> int:
 @dataclass(slots=True)
 class EpochEgress:
     """The reads of one epoch from the store, in chunks, by whole fetches and by single reads; and
-    those of MIN reads."""
+    those of MIN."""
 
     fetched: float
     read_past: float

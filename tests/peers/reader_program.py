@@ -43,7 +43,7 @@ def checked(
     pause: Callable[[int], None],
 ) -> dict[str, object]:
     """Read files in batches. Returns how many were right, and how long the slowest batch took.
-    `pause` is called with the first place of the next batch."""
+    `pause` gets the first place of the next batch."""
     right, wrong, worst_s, errors = 0, 0, 0.0, []
     start_s = time.monotonic()
     for first in range(0, len(order), batch):
@@ -72,8 +72,6 @@ def epoch(read: Read, files: int, seed: int, batch: int, pace_s: float) -> dict[
 
 
 class PlannedReader:
-    """Announces orders to the node's master, and reads in them."""
-
     def __init__(self, dataset: diesel_fs.Dataset) -> None:
         self._dataset = dataset
         task = dataset._task

@@ -14,14 +14,11 @@ TASK = TaskName(UUID(int=7), "ann", "resnet")
 
 
 def master(rank: int, instance: int = 0, version: int = 1) -> Member:
-    """A master. Two instances of a rank differ in nothing else."""
     number = instance or rank + 1
     return Member(rank, number.to_bytes(16, "big"), f"node{rank}:{9000 + number}", version)
 
 
 class RedisPlace:
-    """A Redis, or a cluster of them, and ways to register in it."""
-
     def __init__(self, servers: list[RedisServer], url: str) -> None:
         self.servers = servers
         self.url = url
@@ -41,7 +38,6 @@ class RedisPlace:
         return [key for server in self.servers for key in server.client().keys("dfs:{task.*")]
 
     def forget_all(self) -> None:
-        """Delete everything, as if Redis had been started empty."""
         for server in self.servers:
             server.client().flushall()
 

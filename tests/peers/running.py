@@ -87,7 +87,7 @@ class Reader:
         self, epoch: int, rank: int, world: int, *, group: int, batch: int, pace_s: float,
         announced: str,
     ) -> None:  # fmt: skip
-        """Start an epoch of the rank's files, announced to the master; `outcome` waits."""
+        """`outcome` waits for its end."""
         numbers = {"epoch": epoch, "rank": rank, "group": group, "batch": batch}
         more = {"world": world, "pace_s": pace_s, "announced": announced}
         self._send({"do": "planned", **numbers, **more})
@@ -276,7 +276,6 @@ class RunningTask:
         return sum(each["damaged"] for each in peers.values())
 
     def gathered(self, ranks: "range | list[int] | None" = None, count: int = 0) -> None:
-        """Wait until each of these masters knows all of them."""
         wanted = list(range(self.world) if ranks is None else ranks)
         for rank in wanted:
             until(
@@ -286,11 +285,9 @@ class RunningTask:
             )
 
     def forget(self) -> None:
-        """Start all counts at zero."""
         self.s3.requests.clear()
 
     def gets(self) -> Counter[str]:
-        """How often each chunk's object was read, in whole or in part."""
         return Counter(each.key for each in self._chunk_reads())
 
     def egress_bytes(self) -> int:
@@ -310,7 +307,6 @@ class RunningTask:
 
 @contextlib.contextmanager
 def connected(path: Path) -> Iterator[socket.socket]:
-    """A connection to the master that listens at a socket, at a path of any length."""
     with socket.socket(socket.AF_UNIX) as link:
         folder = os.open(path.parent, os.O_PATH)
         try:

@@ -93,8 +93,7 @@ def nothing_left(two: ServerWithRedis) -> Iterator[None]:
 
 @contextmanager
 def registered(registries: Sequence[Registry]) -> Iterator[Membership]:
-    """Register a master through each of these while the `with` lasts. Yields the last one's
-    answer."""
+    """Yields the last one's answer."""
     yield [each.renew(master(rank)) for rank, each in enumerate(registries)][-1]
     for rank, each in enumerate(registries):
         each.leave(master(rank))
@@ -173,7 +172,6 @@ def test_a_removed_account_cannot_renew(two: ServerWithRedis) -> None:
 
 
 def test_G1_a_hanging_server_costs_no_registration(two: ServerWithRedis) -> None:
-    """The next try goes to another server, before the registration expires."""
     task, mine = task_of(two), two.open("ann")
     registry = open_registry(mine, task)
     registry.renew(master(0))
@@ -244,8 +242,8 @@ def test_G2_no_request_waits_for_a_redis_that_is_known_to_be_away(tmp_path: Path
 
 
 def test_registrations_that_redis_lost_come_back_with_the_same_secret(two: ServerWithRedis) -> None:
-    """Over loopback a client may send the secret again; over a link that others can read it does
-    not."""
+    """Over loopback a client may send the secret again, but not over a link that others can
+    read."""
     task = task_of(two)
     registries = [open_registry(at(two, "ann", server), task) for server in range(2)]
     with registered(registries) as before:
@@ -371,7 +369,6 @@ def test_a_request_that_makes_no_sense_is_refused(two: ServerWithRedis, wrong: M
 
 
 def test_a_client_cannot_choose_how_long_a_registration_lasts(two: ServerWithRedis) -> None:
-    """Unknown fields of a request are ignored."""
     task = task_of(two)
     with nothing_left(two), two.open("ann") as repository:
         message = {**join_message(task, master(0), MemberRecord()), "user": "bob", "seconds": 10**6}

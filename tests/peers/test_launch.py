@@ -55,8 +55,6 @@ TREE = Path(__file__).resolve().parents[2]
 
 
 class Node:
-    """The folders of this machine's user as a node, and how masters start there."""
-
     def __init__(self, runtime: Path, patch: pytest.MonkeyPatch) -> None:
         folder = runtime.parent
         self.starts_file = folder / "starts"
@@ -323,8 +321,6 @@ def test_a_masters_error_is_raised_and_without_one_the_end_of_its_log(node: Node
 
 
 def test_the_lock_of_a_removed_folder_keeps_nobody_out(node: Node) -> None:
-    """A process that holds the lock of a removed folder does not keep others from the new
-    folder."""
     place = socket_path(node.request_with(rank=0, world=1))
     inside, most, lost = 0, 0, 0
 
@@ -537,8 +533,7 @@ async def test_an_idle_master_ends_unless_a_reader_of_its_version_follows_one_of
 
 
 def test_a_reader_restarts_only_its_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new master may have another socket, for example as another rank. The reader, which knows
-    only its own, must not start masters again and again."""
+    """A new master may have another socket, for example as another rank."""
     monkeypatch.setattr(client, "is_alive", lambda place: place.name == "other")
     monkeypatch.setattr(client, "join", lambda _: tmp_path / "other")
     request = TaskRequest(task="night")

@@ -1,5 +1,5 @@
 """`NodeCache`: each chunk is fetched once, is checked before it is kept, and fits the budget. Also
-chunks that clients have pinned, and chunks that stay when the version of the dataset changes."""
+pinned chunks, and a change of the dataset's version."""
 
 import mmap
 import os

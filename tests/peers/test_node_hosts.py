@@ -1,6 +1,5 @@
 """The nodes that tests of a task run on: which of them reach each other, and that nothing of them
-is left.
-"""
+is left."""
 
 import socket
 import subprocess

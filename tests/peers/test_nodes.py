@@ -91,7 +91,7 @@ def test_each_process_makes_one_connection_to_each_other_node_at_most(task: Runn
 
 
 def test_if_readers_may_not_connect_to_nodes_their_master_does(task: RunningTask) -> None:
-    """`--peers-through-master`, for processes and mounts: only masters make connections."""
+    """`--peers-through-master`, for processes and mounts."""
     task.world = 3
     readers = [task.reader(rank, peers_through_master=True).ready() for rank in range(2)]
     task.mount(2, "--peers-through-master")

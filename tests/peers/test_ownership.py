@@ -91,7 +91,6 @@ def test_each_chunk_of_any_size_has_one_living_owner(world: int, data: st.DataOb
         assert np.all(owner == -1)
         return
     assert all(alive[each] for each in owner.tolist())
-    # No node has more than its room and one more chunk
     room = held.sum() / np.count_nonzero(living) * CAPACITY + max(sizes, default=0)
     assert np.bincount(owner, held, world).max(initial=0) <= room + 1
 

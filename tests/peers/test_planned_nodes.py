@@ -44,10 +44,9 @@ def plan(task: RunningTask, rank: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(("group", "announced"), [(4, "explicit"), (FULL, "computed")])
 def test_the_store_gives_little_too_much(task: RunningTask, group: int, announced: str) -> None:
-    """Little by an optimum that knows when each rank reads. Real ranks do not keep in step, so here
-    the store gives less than halfway between that and the bytes that it would give without plans.
-    Simulated nodes (`test_planned_cache.py`) and the bench (`task-plan`) show how near the optimum
-    is."""
+    """Real ranks do not keep in step, so the bound is halfway between an optimum that knows when
+    each rank reads and the bytes without plans. Simulated nodes (`test_planned_cache.py`) and the
+    bench (`task-plan`) show how near the optimum is."""
     egress = PlannedEgress(task, group=group, pace_s=PACE_S, announced=announced)
     for epoch in range(2):
         outcomes = egress.read(epoch)
@@ -83,7 +82,6 @@ def test_a_master_that_was_killed_gets_the_plan_again(task: RunningTask) -> None
 
 
 def test_importance_reaches_all_masters(task: RunningTask) -> None:
-    """A program reports it to one mount, and reads there."""
     task.world, task.part = 2, 0
     folders = [task.mount(rank, "--memory", "64M", "--evict", "importance") for rank in range(2)]
     task.gathered([0, 1])

@@ -66,8 +66,6 @@ def test_S1_a_hello_with_bad_fields_is_refused(change: dict[str, int | bytes | s
 
 
 def test_S2_S3_proofs_cover_every_value_of_the_handshake() -> None:
-    """The acceptor's nonce, so that no proof can be replayed; the certificate; the task; each field
-    of the hello."""
     known = Proofs(*PROOFS)
     assert known.connector != known.acceptor
     others = [(*PROOFS[:i], b"x" * 32, *PROOFS[i + 1 :]) for i in range(4)]

@@ -95,7 +95,6 @@ def check(dataset: Dataset, seed: int) -> None:
 
 
 def test_workers_of_a_node_share_chunks_that_were_fetched_once(node: Node) -> None:
-    """Forked processes, like a DataLoader's, and one that was started separately."""
     with node.join() as dataset:
         check(dataset, 0)
 
@@ -288,7 +287,7 @@ def test_J4_a_restarted_master_keeps_the_cache(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By default the cache may take half of the free disk: chunks that it holds already count as
-    free. At last the disk is read-only."""
+    free."""
     kept: list[set[Path]] = []
     with small_disk(node.folder / "cache", "size=7m,mode=700") as point:
         cached = Cached(node)
@@ -372,7 +371,6 @@ def test_a_reader_that_switches_the_version_keeps_its_master_from_idling(
 
 
 def test_a_reader_that_joins_after_a_put_gets_a_master_at_once(node: Node) -> None:
-    """The previous master still runs without clients, with the previous version."""
     with node.join() as dataset:
         check(dataset, 0)
         before = node.master()

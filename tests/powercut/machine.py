@@ -95,8 +95,7 @@ class Machine:
 
     def reports(self) -> Iterator[str]:
         """The lines that the guest reports, as they come, until "end". Raises AssertionError if a
-        command in the guest failed, no line comes for a long time, or the guest has ended.
-        """
+        command in the guest failed, no line comes for a long time, or the guest has ended."""
         line = ""
         while line != "@end":
             line = self._line()
@@ -108,7 +107,6 @@ class Machine:
                 self.noise.append(line)
 
     def wait_for(self, wanted: str) -> None:
-        """Wait until the guest reports `wanted`."""
         assert wanted in self.reports(), f"the guest never said {wanted!r}: {self.said}"
 
     def cut(self) -> None:
@@ -174,8 +172,7 @@ class Tools:
         return path
 
     def preloaded(self, **settings: str | Path) -> str:
-        """The words before a program, in a guest's script, that preload `steps` with these
-        settings."""
+        """The words before a program, in a guest's script, that preload `steps`."""
         pairs = {"LD_PRELOAD": self.steps} | {
             f"POWERCUT_{k.upper()}": settings[k] for k in settings
         }
@@ -191,7 +188,7 @@ class Tools:
 
 @contextmanager
 def after_reboot(disk: Path, folder: Path) -> Iterator[Path]:
-    """Copy the files of a disk into `folder`, after its journal is replayed as at the next boot."""
+    """After its journal is replayed as at the next boot."""
     _run("e2fsck", "-fy", disk, accepted=(0, 1))
     _run("e2fsck", "-fn", disk)  # the file system itself is sound, so any fault is ours
     folder.mkdir()

@@ -89,12 +89,11 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def done(said: list[str]) -> int:
-    """The number of acknowledged steps of the story."""
     return max([int(line.split()[1]) for line in said if line.startswith("did ")], default=0)
 
 
 def check(root: Path, story: Story, acknowledged: int, *, between: bool) -> None:
-    """Assert what must hold after the cut; with `between`, the next step may have begun."""
+    """With `between`, the next step may have begun."""
     old = story.states[acknowledged]
     new = story.states[min(acknowledged + 1, 3)] if between else old
     lease = root / "repo/meta.lease"
@@ -191,7 +190,7 @@ def test_A1_to_A11_a_power_cut_at_any_time_loses_no_acknowledged_step(
 
 @contextmanager
 def cut_after_the_first_put(tools: Tools, story: Story, folder: Path, skip: str) -> Iterator[Path]:
-    """The files that are left if the syncs of some kind do nothing."""
+    """The syncs of some kind do nothing."""
     disk = tools.new_disk(folder / "disk")
     with Machine(
         tools, folder, {"a": disk}, story.script("wal", tools.preloaded(skip=skip))
@@ -249,7 +248,6 @@ def disks(tools: Tools, tmp_path_factory: pytest.TempPathFactory) -> Disks:
 def test_A4_acknowledged_objects_survive_unless_a_sync_is_left_out(
     disks: Disks, tmp_path: Path, what: str, skip: str
 ) -> None:
-    """They are as acknowledged, unless a sync was left out."""
     wanted = {name: guest_driver.content(name) for name in guest_driver.SIZES}
     if what == "delete":
         del wanted[guest_driver.object_name("a")]
@@ -278,7 +276,7 @@ def test_A12_a_saved_snapshot_survives_unless_a_sync_is_left_out(
 def test_A7_every_acknowledged_commit_survives(
     disks: Disks, tmp_path: Path, mode: str, skip: str
 ) -> None:
-    """Every commit is kept, even the last: an unlink ends a rollback journal."""
+    """The last commit is kept, too: an unlink ends a rollback journal."""
     with after_reboot(disks[mode, skip], tmp_path / "after") as root:
         (root / LEASE_NAME).unlink(missing_ok=True)
         path = root / "meta.sqlite"

@@ -49,7 +49,6 @@ def servers(tmp_path: Path) -> Iterator[ServerWithRedis]:
 
 
 def tree(top: Path, seed: int = 0, count: int = 400) -> Path:
-    """Files of some 4 KB that do not compress."""
     draw = random.Random(seed)
     return write(top, {f"d{i % 7}/f{i:04}": draw.randbytes(4096 + i) for i in range(count)})
 
@@ -77,7 +76,6 @@ def state(view: Snapshot) -> list[tuple[object, ...]]:
 
 
 def check_whole(servers: ServerWithRedis) -> None:
-    """The metadata agree with the chunks, live and rebuilt."""
     with servers.open() as repository:
         live = state(repository.view("ds"))
         verified = repository.verify("ds")
@@ -108,7 +106,6 @@ def crash_one(servers: ServerWithRedis, index: int = 0) -> str:
 def test_A6_A7_G1_a_server_is_killed_in_the_middle_of_a_put(
     servers: ServerWithRedis, tmp_path: Path, seed: int
 ) -> None:
-    """The client continues with the other server; an acknowledged put is there once and whole."""
     servers.add()
     source = tree(tmp_path / "source", seed, 1500)
     draw = random.Random(seed)
@@ -134,7 +131,6 @@ def test_A6_A7_G1_a_server_is_killed_in_the_middle_of_a_put(
 
 @pytest.mark.deep
 def test_G1_readers_continue_with_another_server(servers: ServerWithRedis, tmp_path: Path) -> None:
-    """Each of the two is killed and started again in turn."""
     servers.add()
     source = tree(tmp_path / "source")
     with servers.open() as repository:
@@ -204,7 +200,6 @@ def test_C7_a_full_redis_stops_only_writers(servers: ServerWithRedis, tmp_path: 
 
 
 def test_G8_servers_of_different_stores_are_detected(tmp_path: Path) -> None:
-    """The client sends the second one no request."""
     store = (tmp_path / "other").as_uri()
     with (
         server_with_redis(tmp_path / "one", workers=1) as one,
@@ -231,8 +226,6 @@ def test_G8_servers_of_different_stores_are_detected(tmp_path: Path) -> None:
 
 
 def test_S11_errors_do_not_reveal_the_stores_place_to_clients(tmp_path: Path) -> None:
-    """A chunk is lost, then the metadata store is away; only the operator's log names the
-    places."""
     reader = Account("reader", b"", grants={"ds": Role.READ})
     source = tree(tmp_path / "source", count=20)
     with server_with_redis(tmp_path / "behind", "root", reader, workers=1) as servers:
@@ -256,7 +249,6 @@ def test_S11_errors_do_not_reveal_the_stores_place_to_clients(tmp_path: Path) ->
 
 
 def error_of(what: Callable[[], object]) -> str:
-    """All text of an error."""
     with pytest.raises(DieselError) as raised:
         what()
     return f"{raised.value} {raised.value.advice}"
@@ -279,8 +271,6 @@ def test_a_python_program_logs_in_as_its_user(servers: ServerWithRedis) -> None:
 
 @pytest.mark.fuse
 def test_G1_a_mount_outlives_its_server(servers: ServerWithRedis, tmp_path: Path) -> None:
-    """Cached contents can still be read; requests that need the server fail, in time, until it is
-    back."""
     source = tree(tmp_path / "source", count=60)
     at = tmp_path / "mount"
     at.mkdir()

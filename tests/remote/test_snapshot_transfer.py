@@ -46,7 +46,6 @@ def view(repository: LocalRepository) -> Snapshot:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small pieces, so that a snapshot has several."""
     monkeypatch.setattr(snapshot_pieces, "PIECE_BYTES", 10_000)
 
 

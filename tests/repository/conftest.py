@@ -19,13 +19,11 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def filled(repository: LocalRepository, source: Path) -> LocalRepository:
-    """A repository whose dataset `ds` holds `source`, in one chunk."""
     put_folder(repository, source)
     return repository
 
 
 @pytest.fixture(params=fast_first(["sqlite", "redis"]))
 def url_of_both(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of a new repository, with its metadata in SQLite and in Redis."""
     meta = f"?meta={emptied_server().url}" if request.param == "redis" else ""
     return (tmp_path / "store").as_uri() + meta

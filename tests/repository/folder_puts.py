@@ -14,14 +14,13 @@ from ..storage.objects.faulty_store import Fault, FaultyStore
 def put_folder(
     repository: LocalRepository, source: Path, target: bytes = b"", **options: object
 ) -> PutReport:
-    """Put a folder into the dataset `ds`, in chunks of the least size."""
     wanted = {"chunk_bytes": CHUNK_BYTES_MIN, "compress": "none", "jobs": 1, **options}
     return put(repository, "ds", FolderSource(source), target, PutOptions(**wanted))  # type: ignore[arg-type]  # what came is passed on
 
 
 @contextmanager
 def faulty(repository: LocalRepository, *script: Fault) -> Iterator[FaultyStore]:
-    """During the `with` the repository's object store has these faults, each of which must hit."""
+    """Each of the faults must hit."""
     whole = repository.objects
     with FaultyStore(whole, *script) as store:
         repository.objects = store

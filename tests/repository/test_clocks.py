@@ -25,8 +25,6 @@ TEN_MINUTES_S = 600
 
 @dataclass
 class Host:
-    """A machine with its own clock, and a writer on it."""
-
     url: str
     skew_s: float
     fill: bytes
@@ -40,7 +38,6 @@ class Host:
 
     @contextmanager
     def clock(self) -> Iterator[None]:
-        """All code reads this host's clock meanwhile."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(time, "time", self.now)
             patch.setattr(SqliteMetadata, "now_s", lambda _: REAL() + self.store_skew_s)
@@ -73,22 +70,20 @@ def url(tmp_path: Path) -> str:
 
 
 def shows(url: str, expected: bytes | None) -> None:
-    """Assert the content of the hosts' path, live and rebuilt."""
     with LocalRepository.open(url) as repository:
         assert content(repository, b"x") == expected
         rebuilt_equals_live(repository)
 
 
 def orders() -> list[tuple[int, ...]]:
-    """All orders in which two hosts can each seal, then commit."""
+    """Return all orders in which two hosts can each seal, then commit."""
     return sorted(set(permutations((0, 0, 1, 1))))
 
 
 @pytest.mark.parametrize("skews", [(TOLERATED_S, 0.0), (0.0, -TOLERATED_S), (-120.0, 120.0)])
 @pytest.mark.parametrize("order", orders())
 def test_K1_K2_skewed_writers(url: str, order: tuple[int, ...], skews: tuple[float, float]) -> None:
-    """The greatest stamp wins; a writer that begins after another's commit wins, whatever the
-    clocks."""
+    """A writer that begins after another's commit wins, whatever the clocks."""
     hosts = [Host(url, skews[0], b"A"), Host(url, skews[1], b"B")]
     steps: list[tuple[int, str]] = []
     for turn in order:
@@ -141,8 +136,8 @@ def test_K2_a_host_whose_clock_jumps_ahead_in_the_middle_commits_nothing(url: st
 
 
 def test_K2_ids_from_the_future_are_followed_and_later_ones_refused(url: str) -> None:
-    """Such IDs come from a time when the metadata store's clock was wrong. Hosts with right clocks
-    continue one after the other; no client can push the IDs further ahead."""
+    """Such IDs come from a time when the metadata store's clock was wrong. No client can push the
+    IDs further ahead."""
     ahead = Host(url, TEN_MINUTES_S, b"A", store_skew_s=TEN_MINUTES_S)
     ahead.seal()
     ahead.commit()

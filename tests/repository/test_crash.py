@@ -36,8 +36,7 @@ def source_tree(top: Path) -> Path:
 def run_killed(
     arguments: list[str], call: str, when: int, driver: Sequence[str] = DRIVER
 ) -> tuple[bool, bool]:
-    """Run the driver, killed at its `when`-th `call`; returns whether it was killed, and
-    acknowledged."""
+    """Return whether the driver was killed at its `when`-th `call`, and whether it acknowledged."""
     assert STRACE is not None, "strace is missing: make test installs it"
     done = subprocess.run(
         [
@@ -57,7 +56,7 @@ def run_killed(
 
 
 def check(url: str, states: list[Facts], last: Facts, acknowledged: bool) -> None:
-    """The laws after a kill at any step; `states` are old and new, whole."""
+    """`states` are old and new, whole."""
     with LocalRepository.open(url, create=True) as repository:
         if not repository.datasets():
             assert not acknowledged
@@ -79,7 +78,6 @@ def check(url: str, states: list[Facts], last: Facts, acknowledged: bool) -> Non
 
 
 def put_whole(arguments: list[str], state: Facts) -> None:
-    """Complete the dataset by a put that is not killed."""
     subprocess.run([*DRIVER, *arguments], cwd=TOP, check=True, capture_output=True)
     with LocalRepository.open(arguments[0]) as repository:
         assert dataset_state(repository) == state

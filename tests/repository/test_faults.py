@@ -169,7 +169,7 @@ def test_C18_a_put_that_is_acknowledged_while_a_rebuild_begins(
 
 
 def test_C18_puts_continue_beside_a_recovery(filled: LocalRepository, source: Path) -> None:
-    """They may replace anything; a chunk that was uncommitted when it was listed counts once."""
+    """A chunk that was uncommitted when it was listed counts once."""
     for i in range(3):
         write(source, {f"more{i}": b"%d" % i, "a": b"%d" % i})
         put_folder(filled, source)

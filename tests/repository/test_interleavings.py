@@ -23,8 +23,6 @@ UNIT = 65536
 
 
 class Writer:
-    """A writer whose chunks are sealed, stored and committed one step at a time."""
-
     def __init__(self, repository: LocalRepository, name: str = "ds") -> None:
         self.session: LocalWriteSession = repository.begin(name)
         self.builder = ChunkBuilder(self.session.identity, 1 << 20)
@@ -46,8 +44,6 @@ class Writer:
 
 
 class Sealed:
-    """A durable chunk."""
-
     def __init__(
         self,
         session: LocalWriteSession,
@@ -161,8 +157,6 @@ def test_Z7_a_commit_after_the_put_window_is_refused(repository: LocalRepository
 
 
 def test_Z4_file_in_two_writers_and_a_folder_of_its_name(repository: LocalRepository) -> None:
-    """The path is both a file and a folder, by two writers: the folder shows, and `verify` reports
-    it."""
     a, b = Writer(repository), Writer(repository)
     a.add(b"p", b"a file")
     a.seal().commit()

@@ -76,7 +76,6 @@ def lost(repository: LocalRepository, first: Path) -> ChunkId:
 
 @pytest.fixture
 def second(repository: LocalRepository, lost: ChunkId, tmp_path: Path) -> Path:
-    """The source of a second put, into another chunk."""
     source = write(tmp_path / "second", {"c": b"333"})
     put_folder(repository, source, b"more")
     return source
@@ -89,7 +88,6 @@ def object_file(repository: LocalRepository, chunk: ChunkId) -> Path:
 
 
 def emptied(repository: LocalRepository) -> LocalRepository:
-    """The same repository, whose metadata store has come back empty."""
     if repository.url.meta:
         emptied_server()
     else:
@@ -104,7 +102,7 @@ def empty(file: Path) -> None:
 
 
 def flip(file: Path, at: int = 120) -> None:
-    """Flip a bit of the byte at `at`, by default one of the header."""
+    """The default is a byte of the header."""
     content = bytearray(file.read_bytes())
     content[at] ^= 1
     file.write_bytes(content)
@@ -146,7 +144,7 @@ def test_a_recovery_names_an_unreadable_chunk_and_changes_nothing(
 def test_lost_files_are_listed_and_block_puts_removals_and_purges(
     repository: LocalRepository, lost: ChunkId, second: Path
 ) -> None:
-    """Also if only the newest snapshot names the file. An error of reading it names its chunk."""
+    """This holds also if only the newest snapshot names the file."""
     object_file(repository, lost).unlink()
     assert repository.stat("ds", b"d/a").size == 1
     with pytest.raises(ObjectMissing, match=chunk_id_text(lost)):
@@ -166,7 +164,7 @@ def test_lost_files_are_listed_and_block_puts_removals_and_purges(
 def test_a_recovery_since_a_time_keeps_the_same_rule(
     repository: LocalRepository, lost: ChunkId, second: Path
 ) -> None:
-    """From empty metadata it rebuilds everything; it never publishes a part of the dataset."""
+    """From empty metadata it rebuilds everything."""
     everything = dataset_state(repository)
     repository = emptied(repository)
     assert repository.recover("ds", since_s=4e9).sound
@@ -234,7 +232,6 @@ def test_a_chunk_of_a_newer_format_is_never_forgotten(
 def test_entries_that_an_accepted_loss_brings_back_are_named(
     repository: LocalRepository, first: Path, lost: ChunkId, tmp_path: Path
 ) -> None:
-    """The lost chunk replaced a file and deleted another."""
     identity = repository.dataset("ds").identity
     write(tmp_path / "later", {"a": b"later"})
     put_folder(repository, tmp_path / "later", b"d")
@@ -271,7 +268,6 @@ def test_putting_the_source_again_heals_a_loss(
     second: Path,
     damage: Callable[[Path], None],
 ) -> None:
-    """Files, empty ones, links and folders: then the dataset is sound, and can be rebuilt."""
     everything = dataset_state(repository)
     damage(object_file(repository, lost))
     assert repository.recover("ds").problems
@@ -344,8 +340,7 @@ def forged(view: Snapshot, path: bytes, field: str) -> bytes:
 def test_a_published_snapshot_is_compared_column_by_column(
     repository: LocalRepository, lost: ChunkId, second: Path, field: str
 ) -> None:
-    """`verify` names a snapshot with right checksums and other content, as a wrong merge would
-    make, and its version is not published with another content."""
+    """A wrong merge would make a snapshot with right checksums and other content."""
     view = repository.view("ds")
     file = repository.url.path / snapshot_object(view.identity, view.version)
     file.chmod(0o644)
@@ -361,9 +356,12 @@ def test_a_published_snapshot_is_compared_column_by_column(
 
 
 class Absence(RuleBasedStateMachine):
-    """Puts and deletions beside lost chunks, lost or older metadata, rebuilds and purges. The
-    oracle is a dict of the acknowledged files. A path of it may be unreadable if its chunk has been
-    taken away; until the loss is accepted, it is never "no such file", nor an older version."""
+    """Puts and deletions beside lost chunks, lost or older metadata, rebuilds and purges.
+
+    The oracle is a dict of the acknowledged files. A path of it may be unreadable if its chunk
+    has been taken away; until the loss is accepted, it is never "no such file", nor an older
+    version.
+    """
 
     def __init__(self) -> None:
         super().__init__()

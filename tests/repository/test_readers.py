@@ -202,7 +202,6 @@ def test_C3_an_embedded_metadata_store_that_is_lost_is_damage_and_hinders_no_del
 def test_C1_a_metadata_store_is_away_until_it_has_been_opened_again(
     filled: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other threads, which use it meanwhile, get the reason."""
     filled.close()
     lose_metadata(tmp_path / "store")
     with LocalRepository.open(filled.url) as blind:
@@ -263,8 +262,6 @@ def test_a_snapshot_is_exactly_one_version_while_commits_run(
 
 
 def test_L1_L2_two_puts_at_once(repository: LocalRepository, tmp_path: Path) -> None:
-    """Two processes with some paths in common: all files are complete, and each path is whole from
-    one of the two."""
     sources = [
         write(
             tmp_path / f"source-{name}",
@@ -294,7 +291,6 @@ def test_L1_L2_two_puts_at_once(repository: LocalRepository, tmp_path: Path) -> 
 
 
 def test_a_snapshot_never_outlives_its_chunks(filled: LocalRepository, tmp_path: Path) -> None:
-    """Metadata rebuilt without a lost chunk are not merged into a snapshot that still has it."""
     write(tmp_path / "source", {"later": b"4"})
     put_folder(filled, tmp_path / "source")
     view = filled.view("ds")
@@ -327,7 +323,7 @@ def test_NoSpace_the_store_is_full(tmp_path: Path) -> None:
 def test_C8_a_dataset_is_deleted_on_a_full_disk(
     tmp_path: Path, interrupted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There SQLite cannot even be opened, and no byte can be written."""
+    """SQLite cannot even be opened there."""
     with small_disk(tmp_path / "small", "size=2m") as small:
         url, content = (small / "store").as_uri(), os.urandom(200_000)
         source = write(tmp_path / "source", {"a": content})

@@ -53,7 +53,6 @@ def one(url: str) -> Iterator[LocalRepository]:
 
 @pytest.fixture
 def two(one: LocalRepository, url: str) -> Iterator[LocalRepository]:
-    """The repository as another process has opened it."""
     with LocalRepository.open(url) as opened:
         yield opened
 
@@ -71,7 +70,6 @@ def names(url: str) -> list[bytes]:
 def test_C4_a_put_that_outlives_its_metadata_store(
     server: RedisServer, one: LocalRepository, two: LocalRepository, url: str, when: str
 ) -> None:
-    """A put that succeeds has all its files, and other writers' acknowledged files stay."""
     first = one.begin(NAME)
     add(first, b"base")
     first.finish()
@@ -193,7 +191,6 @@ def test_L5_a_dataset_deleted_while_a_chunk_is_on_its_way(
     is_made_again: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whether it is made again or not, the writer gets an error that names the deletion."""
     session = one.begin(NAME)
     put = one.objects.put
 

@@ -88,7 +88,6 @@ def test_E8_later_changes_of_the_file_do_not_matter(
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for one snapshot but not for two."""
     with small_disk(tmp_path / "small", "size=96k") as point:
         yield point
 

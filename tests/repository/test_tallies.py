@@ -27,8 +27,6 @@ Damage = Callable[[Rows], Rows]
 
 
 def plain(column: str) -> Damage:
-    """Change one bit of one file's record."""
-
     def damage(rows: Rows) -> Rows:
         records = rows.records.copy()
         whole = (records["kind"] == Kind.FILE) & (records["extents"] == 1)
@@ -39,8 +37,6 @@ def plain(column: str) -> Damage:
 
 
 def of_extent(column: str) -> Damage:
-    """Change one bit of one extent."""
-
     def damage(rows: Rows) -> Rows:
         row = int(np.flatnonzero(rows.records["extents"] > 1)[0])
         extents = np.frombuffer(rows.tails[row], EXTENT).copy()
@@ -51,7 +47,6 @@ def of_extent(column: str) -> Damage:
 
 
 def swapped(rows: Rows) -> Rows:
-    """Swap the times of two files."""
     records = rows.records.copy()
     files = np.flatnonzero((records["kind"] == Kind.FILE) & (records["extents"] == 1))[:2]
     records["mtime_ns"][files] = records["mtime_ns"][files[::-1]]
@@ -59,7 +54,6 @@ def swapped(rows: Rows) -> Rows:
 
 
 def other_chunk(rows: Rows) -> Rows:
-    """Move a file into another chunk."""
     chunk = rows.chunk.copy()
     one = int(np.flatnonzero(rows.records["kind"] == Kind.FILE)[0])
     chunk[one] = (chunk[one] + 1) % len(rows.chunks)
@@ -84,7 +78,6 @@ def source(tmp_path: Path) -> Path:
 def test_E13_metadata_that_contradict_the_chunks_are_not_published(
     repository: LocalRepository, source: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """The put fails and the published version stays; with right metadata the next put succeeds."""
     put_folder(repository, write(source.parent / "first", {"first": b"1"}))
     published = repository.snapshots.versions(repository.dataset("ds").identity)
     changes = SqliteMetadata.changes

@@ -35,7 +35,6 @@ FILES = {f"f{i:02}": bytes([i]) * 8000 for i in range(40)}
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A source of several chunks."""
     return write(tmp_path / "source", FILES)
 
 
@@ -46,7 +45,6 @@ def chunks(store: Path) -> list[Path]:
 
 
 def damaged_by(filled: LocalRepository, change: Callable[[Path], None]) -> Findings:
-    """Damage the second chunk and verify."""
     victim = chunks(filled.url.path)[1]
     victim.chmod(0o644)
     change(victim)
@@ -146,8 +144,7 @@ def test_B10_garbage_in_the_store_is_ignored(filled: LocalRepository, tmp_path: 
 
 
 def test_A5_Z8_an_orphan(filled: LocalRepository, tmp_path: Path) -> None:
-    """A young one belongs to a running put and is left alone. The next writer folds in an old one;
-    `recover` folds in both."""
+    """A young one belongs to a running put."""
     writer = Writer(filled)
     writer.add(b"young", b"1")
     young = writer.seal()

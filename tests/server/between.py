@@ -12,12 +12,9 @@ from .certificates import Pair
 
 
 class Between(socketserver.ThreadingTCPServer):
-    """Listens on a port of its own.
-
-    With `trusted`, a certificate and the authority that clients trust, it is the end of their TLS,
-    and speaks TLS with the server. The first `cuts` connections are closed before TLS is
-    established.
-    """
+    """With `trusted`, a certificate and the authority that clients trust, it is the end of their
+    TLS, and speaks TLS with the server. The first `cuts` connections are closed before TLS is
+    established."""
 
     daemon_threads = True
     cuts = 0

@@ -1,6 +1,6 @@
 """A link to handlers in this process: requests and answers go through msgpack, but no socket.
 
-For tests of handlers, not of connections. Its loop is a thread of its own.
+Its loop is a thread of its own.
 """
 
 import threading
@@ -46,8 +46,6 @@ class Loop:
 
 
 class DirectLink(RpcClient):
-    """Requests of one account to handlers."""
-
     def __init__(
         self, loop: Loop, handlers: Mapping[str, Handler], account: Account, store: UUID
     ) -> None:

@@ -48,8 +48,6 @@ ME = Credentials("me", SEED)
 
 
 class OneUser:
-    """Accounts with one user, `me`, until it is revoked."""
-
     revoked = False
 
     def authenticate(
@@ -126,8 +124,6 @@ HANDLERS: Mapping[str, Handler] = {
 
 
 class ThreadedServer:
-    """A server in a thread of this process, with sockets of loopback."""
-
     def __init__(
         self,
         handlers: Mapping[str, Handler] | None = None,
@@ -178,11 +174,10 @@ class ThreadedServer:
         return str(HostPort(self.host, self.port))
 
     def link(self, credentials: Credentials = ME, *, open_s: float = 5.0) -> ServerLink:
-        """A client of it."""
         return ServerLink(parse_url(self.url), credentials, open_s=open_s)
 
     def stop(self, seconds: float = 40.0) -> None:
-        """Stop as SIGTERM does; returns when it has ended."""
+        """Stop as SIGTERM does. Return when the server has ended."""
         self.begin_stop()
         self._thread.join(seconds)
         assert not self._thread.is_alive()

@@ -28,8 +28,6 @@ KEY = bytes(range(32))
 
 
 class InProcessServer:
-    """The handlers of a server over the repository `store`, and clients of them."""
-
     def __init__(self, store: LocalRepository, loop: Loop, patch: pytest.MonkeyPatch) -> None:
         self.patch = patch
         """Puts faults in, until the server ends."""
@@ -120,7 +118,6 @@ def filled(server: InProcessServer) -> InProcessServer:
 
 
 def link_of(client: RemoteRepository) -> DirectLink:
-    """The link of a client, which records its requests."""
     link = client._link
     assert isinstance(link, DirectLink)
     return link

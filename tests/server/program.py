@@ -43,8 +43,6 @@ def new_repository(url: str, *users: Account | str) -> dict[str, Credentials]:
 
 
 class Server:
-    """A server program, from its first line on stdout to its end."""
-
     def __init__(
         self,
         folder: Path,
@@ -96,7 +94,6 @@ class Server:
 
     @property
     def metrics_port(self) -> int:
-        """The address of its metrics, which it may print after it is ready."""
         at = re.compile(r"metrics at http://\S*:(\d+)/")
         until(lambda: at.search(self.log), "the address of its metrics")
         found = at.search(self.log)
@@ -120,7 +117,6 @@ class Server:
         return self.process.wait(seconds)
 
     def kill(self) -> None:
-        """End all of it as a crash does."""
         workers = self.workers() if self.process.poll() is None else []
         for pid in (self.pid, *workers):
             with suppress(ProcessLookupError):

@@ -17,8 +17,6 @@ from .program import Server, new_repository
 
 
 class ServerWithRedis:
-    """A server over a folder and a Redis, and its users."""
-
     def __init__(self, folder: Path, *users: Account | str, workers: int = 2) -> None:
         self.folder = folder
         self.redis = RedisServer(folder / "redis", {"appendonly": "yes"})
@@ -81,7 +79,6 @@ def server_with_redis(
 
 @contextmanager
 def as_user(found: ServerWithRedis, name: str = "root") -> Iterator[None]:
-    """This process's settings are a user's."""
     with pytest.MonkeyPatch.context() as patch:
         for key, value in found.environment(name).items():
             patch.setenv(key, value)

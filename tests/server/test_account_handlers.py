@@ -47,8 +47,6 @@ PUBLIC = account("new").public_key
 
 
 class ServedAccounts:
-    """Accounts, and the handlers of a server over them."""
-
     def __init__(self, *accounts: Account) -> None:
         self.table = MemoryTable(*accounts)
         self.login = TableAuthenticator(lambda: self.table)
@@ -78,8 +76,6 @@ async def _reply(handler: Handler, request: Request) -> Reply:
 
 
 class Handled:
-    """A server without a wire: requests of one user, handled in this process."""
-
     def __init__(self, login: TableAuthenticator, user: Account) -> None:
         self._handlers = account_handlers(login)
         self.user = user

@@ -29,8 +29,7 @@ IN_README = "file:///data?meta=redis://localhost"
 
 
 class AccountsSite:
-    """A repository over a folder and a Redis, a server, its administrator and two users: ann may
-    read `pets` and change `cars`; eve may do nothing."""
+    """Ann may read `pets` and change `cars`; eve may do nothing."""
 
     def __init__(self, folder: Path, redis: RedisServer, meta: str) -> None:
         self.folder = folder
@@ -85,7 +84,7 @@ def site(tmp_path: Path, redis: RedisServer) -> Iterator[AccountsSite]:
 
 
 def test_accounts_through_a_server(site: AccountsSite) -> None:
-    """They are made, granted, listed and removed as by direct access; only a public key travels."""
+    """Only a public key travels."""
     assert site.root("user", "ls").out == b"ann   cars:write pets:read\neve\nroot  admin\n"
     assert ShellUser(site.direct_url)("user", "ls").out == site.root("user", "ls").out
     assert site.root("user", "export").out == ShellUser(site.direct_url)("user", "export").out
@@ -126,7 +125,7 @@ def test_du_prints_the_same_through_a_server(site: AccountsSite, tmp_path: Path)
 def test_a_user_does_not_see_datasets_that_it_may_not_read(
     site: AccountsSite, tmp_path: Path, dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S10: neither in a listing nor in an answer. The answer is that for a missing dataset."""
+    """S10: neither in a listing nor in an answer."""
     assert site.ann("ls").out == b"cars\npets\n"
     assert site.eve("ls").out == b""
     monkeypatch.setenv("DIESEL_URL", site.server.url)
@@ -176,7 +175,7 @@ def test_a_removed_user_or_an_old_key_loses_access(site: AccountsSite) -> None:
 
 
 def test_unknown_users_and_wrong_keys_get_the_same_error(site: AccountsSite) -> None:
-    """S1: the log has the reason, the user and the address, and no part of a key."""
+    """FAULTS S1."""
     assert site.ann.key_file is not None
     unknown = ShellUser(site.server.url, "nobody", site.ann.key_file)("ls", code=12).err
     wrong = ShellUser(site.server.url, "root", site.ann.key_file)("ls", code=12).err
@@ -212,8 +211,7 @@ def commands_in(section: str) -> str:
 
 @pytest.mark.deep
 def test_C3_after_the_total_loss_of_redis(site: AccountsSite, tmp_path: Path) -> None:
-    """The README's commands, as they stand there, restore the same users, keys, roles and files.
-    The server and its log survive it."""
+    """The test runs the README's commands, as they stand there."""
     before = site.seen()
     programs = tmp_path / "bin"
     programs.mkdir()

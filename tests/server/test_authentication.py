@@ -89,7 +89,6 @@ def test_S1_a_login_with_another_key_is_refused(at: Logins) -> None:
 
 
 def test_S2_a_signature_is_valid_for_one_nonce_and_binding_only(at: Logins) -> None:
-    """It is bound to its nonce, to the certificate that its client saw, and to its user."""
     signature = keys.sign(seed("bob"), login_challenge(NONCE, TLS, "bob"))
     assert at.login.authenticate("bob", signature, NONCE, TLS) == BOB
     for user, nonce, binding in (
@@ -105,7 +104,7 @@ def test_S2_a_signature_is_valid_for_one_nonce_and_binding_only(at: Logins) -> N
 def test_S8_an_unknown_user_and_a_wrong_key_get_the_same_answer_without_a_secret(
     at: Logins, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The words and the class are the same; the reason stands in a note, which does not travel."""
+    """The reason stands in a note, which does not travel."""
     caplog.set_level(logging.DEBUG)
     unknown, wrong = at.refused("eve"), at.refused("bob")
     assert (type(unknown), str(unknown)) == (type(wrong), str(wrong))
@@ -145,7 +144,6 @@ def test_nobody_has_the_key_of_unknown_users(at: Logins) -> None:
 
 
 def test_an_empty_table_refuses_every_login(at: Logins, caplog: pytest.LogCaptureFixture) -> None:
-    """The answer is the usual one; a log line a minute advises the operator."""
     empty = Logins()
     caplog.set_level(logging.INFO)
     errors = [empty.refused() for _ in range(3)]
@@ -173,7 +171,6 @@ def test_a_table_is_read_again_only_if_it_has_changed(at: Logins) -> None:
 
 
 def test_failed_logins_are_limited_by_user(at: Logins) -> None:
-    """Existing and unknown users have the same limit."""
     for user in ("bob", "eve"):
         for _ in range(USER_RATE.burst):
             assert isinstance(at.refused(user), PermissionDenied)
@@ -219,7 +216,6 @@ def test_the_memory_for_failed_logins_is_limited(at: Logins) -> None:
 
 
 def test_a_revoked_role_ends_within_seconds(at: Logins) -> None:
-    """Changes of an account with open connections: the account, the key, a role."""
     ann, bob = at.enter("ann"), at.enter()
     at.table.put(replace(BOB, grants={"pets": Role.READ}))
     at.table.put(replace(ANN, admin=False))
@@ -254,8 +250,7 @@ def test_an_unchanged_copy_of_the_accounts_is_used_again(at: Logins) -> None:
 def test_C1_users_read_on_without_the_accounts(
     at: Logins, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At first everything works, so a Redis that restarts ends no put; then reading alone; then
-    nothing."""
+    """A Redis that restarts ends no put; then reading alone goes on; then nothing."""
     bob, since_s = at.enter(), at.now_s
     at.table.fault = MetadataError("cannot reach it")
     at.now_s = since_s + ROLES_S - 1
@@ -295,7 +290,6 @@ def test_unknown_users_cannot_log_in_while_the_accounts_are_away(at: Logins) -> 
 
 
 def test_a_server_without_accounts_refuses_every_login(caplog: pytest.LogCaptureFixture) -> None:
-    """It fails closed with any fault of the table, and reads the table once that is possible."""
     at, away = Logins(BOB), [True]
     at.table.fault = ZeroDivisionError("a bug")
 
@@ -321,7 +315,6 @@ def test_a_server_without_accounts_refuses_every_login(caplog: pytest.LogCapture
 
 
 def test_a_hung_table_delays_no_request(at: Logins) -> None:
-    """One request waits for it; the others use the copy."""
     bob = at.enter()
     at.now_s += REFRESH_S + 1
     at.table.gate = threading.Event()

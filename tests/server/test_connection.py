@@ -1,7 +1,4 @@
-"""Connections in a simulated clock: deadlines, memory, and clients that send any bytes.
-
-All waits use the clock's time, and cost these tests nothing.
-"""
+"""Connections in a simulated clock: deadlines, memory, and clients that send any bytes."""
 
 import gc
 import struct
@@ -180,7 +177,7 @@ def simulated_clock() -> MockClock:
 
 @pytest.fixture
 def clock() -> MockClock:
-    """The time of a test that takes this fixture, which passes only while all tasks wait."""
+    """It passes only while all tasks wait."""
     return simulated_clock()
 
 
@@ -247,7 +244,6 @@ Payloads = list["weakref.ref[npt.NDArray[np.uint8]]"]
 
 @pytest.fixture
 def payloads(monkeypatch: pytest.MonkeyPatch) -> Payloads:
-    """The memory that connections have taken for payloads."""
     found: Payloads = []
     real = np.empty
 
@@ -277,7 +273,6 @@ async def test_F7_a_lost_clients_memory_is_freed_at_once(
 
 
 async def test_G6_a_client_that_takes_no_answers_loses_the_connection(clock: MockClock) -> None:
-    """Its answers are not made ahead."""
     made, size = [], 1 << 20
 
     async def pieces(request: Request) -> AsyncGenerator[Reply, None]:
@@ -389,8 +384,7 @@ async def test_the_requests_of_a_client_that_goes_are_cancelled(clock: MockClock
 
 @pytest.mark.parametrize("refused", [True, False])
 async def test_a_burst_of_requests_does_not_block_the_loop(refused: bool) -> None:
-    """Other tasks get turns between declined requests, and between requests that are answered at
-    once."""
+    """Requests may be declined, or answered at once."""
 
     async def prompt(request: Request) -> Reply:
         return Reply()
@@ -454,8 +448,6 @@ PIECES = st.lists(
 def test_N10_any_bytes_in_any_order_end_the_connection_properly(
     start: str, then: str, pieces: Sequence[bytes], cut: int
 ) -> None:
-    """Each answer is a frame, a request is answered once at most, nothing is held afterwards, and
-    the connection ends within its deadlines."""
     numbers: list[int] = []
 
     async def listen(client: WireClient) -> None:
@@ -523,7 +515,6 @@ def error_classes() -> list[type[DieselError]]:
 
 
 async def test_S11_no_bytes_from_a_server_reveal_where_its_stores_are(clock: MockClock) -> None:
-    """Errors of every class, and answers that contain texts about errors."""
     kinds = error_classes()
     for name, (address, shown) in PLACES.items():
         url = parse_url(address)

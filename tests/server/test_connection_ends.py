@@ -87,8 +87,7 @@ def test_each_end_ends_its_connection_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """No deadline of the server ends a connection here. A client that goes away, like a probe of
-    the port, is not logged."""
+    """A client that goes away, like a probe of the port, is not logged."""
     for name in ("GREETING_S", "LOGIN_S", "FRAME_S", "IDLE_S"):
         monkeypatch.setattr(limits, name, 3600.0)
     with ThreadedServer(certificate=load_certificate(*pair_files)) as server, ExitStack() as opened:

@@ -165,7 +165,6 @@ def test_S1_only_a_small_login_is_read(server: ThreadedServer, said: bytes, erro
 
 
 def test_S2_a_recorded_login_is_refused_on_another_connection() -> None:
-    """Each byte is sent again to the same server, which has another nonce."""
     with ThreadedServer() as server:
         client, nonce = greeted(server)
         recorded, nonces = login(nonce), {nonce}
@@ -309,8 +308,7 @@ def test_a_refusal_cannot_forge_a_line(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_G2_after_an_overload_all_requests_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten times as much as fits: all requests are done, nothing is lost, and the server is quick
-    again once the load has dropped."""
+    """The requests are ten times as many as fit."""
     monkeypatch.setattr(limits, "BUDGET_WAIT_S", 0.2)
     monkeypatch.setattr(limits, "RETRY_AFTER_S", 0.1)
     budget = FairByteBudget(16 << 20, 8 << 20)

@@ -33,7 +33,6 @@ LEARN = 3
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    """A Redis with a password; the database is not the first."""
     with RedisServer(tmp_path / "redis", {"requirepass": "no/word"}, port=free_port()) as server:
         yield server
 
@@ -186,7 +185,6 @@ async def test_reads_of_heads_take_no_thread_after_the_first(
 
 
 async def test_heads_are_read_after_the_call(repository: LocalRepository, heads: HeadCache) -> None:
-    """While another client commits all the time, and others ask."""
     identity = repository.dataset(NAME).identity
     done, versions, looks = threading.Event(), [0], [0]
 
@@ -212,7 +210,6 @@ async def test_heads_are_read_after_the_call(repository: LocalRepository, heads:
 async def test_a_snapshot_newer_than_the_head_is_noticed(
     repository: LocalRepository, heads: HeadCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes about half a second, although the short check alone does not know it."""
     for _ in range(2 * LEARN):
         assert not (await heads.now(NAME)).behind
     monkeypatch.setattr(repository.snapshots, "newest", lambda _: 1 << 60)

@@ -141,7 +141,6 @@ def test_S5_bad_options_give_one_line(tmp_path: Path, arguments: list[str], word
 
 
 def parsed(*arguments: object) -> tuple[ServerOptions, list[str]]:
-    """Options and warnings from the command line, without running anything."""
     found: list[tuple[ServerOptions, list[str]]] = []
 
     @click.command(context_settings={"auto_envvar_prefix": options.PREFIX})
@@ -282,7 +281,7 @@ def test_S14_a_key_that_all_users_can_read_gives_a_warning(tmp_path: Path) -> No
 
 
 async def test_J9_a_worker_that_cannot_start_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory or descriptors are short: that start fails, and is tried again."""
+    """Memory or descriptors are short."""
 
     async def fails(*_: object, **__: object) -> object:
         raise BlockingIOError(11, os.strerror(11))
@@ -299,7 +298,6 @@ async def test_J9_a_worker_that_cannot_start_ends_no_other(monkeypatch: pytest.M
 
 @pytest.mark.real_start
 def test_a_put_and_a_get_through_the_program(tmp_path: Path, url: str, source: Path) -> None:
-    """The metrics count them, over two workers."""
     root = new_repository(url)["root"]
     cache = ("--cache-dir", tmp_path / "cache", "--cache-size", "1G")
     with Server(tmp_path, "--store", url, "--metrics", "0", *cache, workers=2) as server:
@@ -324,7 +322,6 @@ def test_a_put_and_a_get_through_the_program(tmp_path: Path, url: str, source: P
 def test_C3_C4_commits_that_the_metadata_lack_are_committed_again_at_the_start(
     tmp_path: Path, url: str, source: Path
 ) -> None:
-    """The metadata store is empty, or older than the chunks."""
     root = new_repository(url)["root"]
     with LocalRepository.open(url) as repository:
         put(repository, source)
@@ -344,7 +341,6 @@ def test_C3_C4_commits_that_the_metadata_lack_are_committed_again_at_the_start(
 
 @pytest.mark.deep
 def test_C3_a_Redis_that_comes_back_empty_is_filled(tmp_path: Path, url: str, source: Path) -> None:
-    """The server notices the restart by itself, and never reports a file as missing meanwhile."""
     with RedisServer(tmp_path / "redis") as redis:
         whole = f"{url}?meta={redis.url}"
         who = new_repository(whole)
@@ -513,7 +509,7 @@ def test_SIGHUP_reloads_the_certificate(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_memory_stays_flat_under_hostile_clients(tmp_path: Path) -> None:
-    """F7: garbage, half greetings, HTTP, silent connections."""
+    """FAULTS F7."""
     with stand_in(tmp_path) as server:
         (worker,) = server.workers()
         client = link(server)

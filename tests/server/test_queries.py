@@ -95,8 +95,7 @@ def test_snapshot_and_metadata_store_are_equal(filled: InProcessServer, mapped: 
 
 
 def test_a_folder_is_listed_page_by_page(filled: InProcessServer) -> None:
-    """S12: a page has a limited number of names, and of bytes of names; from the metadata store,
-    and from a snapshot."""
+    """S12. From the metadata store, and from a snapshot."""
     sealer, requests = ChunkMaker(filled.admin), link_of(filled.admin).requests
     names = [b"n" * 200 + b"%03d" % i for i in range(100)]
     for i, name in enumerate(names):
@@ -123,8 +122,6 @@ def test_a_folder_is_listed_page_by_page(filled: InProcessServer) -> None:
 
 
 def test_a_page_of_a_large_folder_costs_a_page(filled: InProcessServer) -> None:
-    """It reads neither the names of all pages before it nor, from the metadata store, the whole
-    folder."""
     sealer = ChunkMaker(filled.admin)
     for i in range(100):
         sealer.add(b"many/%03d" % i, b"")
@@ -235,8 +232,6 @@ def test_N10_a_list_of_names_that_does_not_advance_is_an_error(filled: InProcess
 def test_C3_C4_lost_commits_are_never_a_missing_file(
     filled: InProcessServer, tmp_path: Path
 ) -> None:
-    """The metadata store lost its newest commits, then all of them; the answer is never "no such
-    file"."""
     ChunkMaker(filled.admin).session.finish()
     store = tmp_path / "store"
     filled.store.close()
@@ -388,8 +383,6 @@ def clients_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class LyingLink:
-    """A link to a server: sends these bytes as the snapshot of this version."""
-
     def __init__(self, version: int, content: bytes) -> None:
         self.version, self.content = version, content
 
@@ -407,8 +400,6 @@ def fetched(version: int, content: bytes, identity: UUID) -> Snapshot:
 def test_a_damaged_or_other_snapshot_is_refused(
     filled: InProcessServer, clients_cache: Path
 ) -> None:
-    """It is checked whole before any of it is used, and is not kept. Another one is intact, but of
-    another dataset, or of another version than the server claims."""
     ChunkMaker(filled.admin, "other").file(b"x", b"y")
     true, other = filled.store.view("ds"), filled.store.view("other")
     content, version = bytes(true.buffer), true.version

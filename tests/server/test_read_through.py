@@ -23,8 +23,6 @@ FILES = {f"d{i % 3}/{i:03}": os.urandom(3000 + i) for i in range(200)}
 
 
 class CachedServer:
-    """A repository in a folder, and servers with one cache."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.cache = folder / "cache"

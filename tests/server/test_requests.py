@@ -98,7 +98,6 @@ def request(do: str, name: str, identity: UUID) -> Message:
 @pytest.mark.parametrize("do", NEEDED)
 @each_row("role", list(Role))
 def test_S10_every_request_needs_its_role(filled: InProcessServer, do: str, role: Role) -> None:
-    """A dataset that the user may not read has the same error as one that does not exist."""
     identity = filled.identity
     link = filled.link(Account("somebody", KEY, grants={"ds": role}))
     if role >= NEEDED[do]:
@@ -193,7 +192,7 @@ def test_S12_the_leases_of_a_user_are_limited(filled: InProcessServer) -> None:
 
 
 def test_a_reader_gets_a_lease_through_the_server(filled: InProcessServer) -> None:
-    """The server cannot see the client's process, so the lease ends by its time alone."""
+    """The server cannot see the client's process."""
     view = filled.admin.view("ds")
     reader = filled.with_role(Role.READ, "ds")
     lease = ReadLease.take(reader.objects, view.identity, view.version)
@@ -412,7 +411,7 @@ def test_Z12_a_forged_chunk_never_reaches_the_store(filled: InProcessServer) -> 
 
 
 def test_a_put_can_be_repeated(filled: InProcessServer) -> None:
-    """A client that got no answer repeats it: nothing is stored twice. Another's chunk stays."""
+    """A client that got no answer repeats it."""
     sealer = ChunkMaker(filled.admin)
     chunk, parts = sealer.sealed(b"f", b"1")
     for _ in range(3):
@@ -510,7 +509,6 @@ def test_L5_a_put_into_a_deleted_dataset_leaves_nothing(filled: InProcessServer)
 
 
 def test_C4_commits_lost_during_a_put_are_committed_again(filled: InProcessServer) -> None:
-    """Redis came back with an older state; the writer goes on and gets success."""
     meta, objects = filled.store.meta, filled.store.objects
     sealer = ChunkMaker(filled.admin)
     identity = sealer.session.identity

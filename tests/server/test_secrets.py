@@ -44,8 +44,6 @@ def forms(name: str, secret: bytes) -> dict[str, bytes]:
 
 
 class Search:
-    """Words that must not be found anywhere; finds are kept with their places."""
-
     def __init__(self, **canaries: bytes) -> None:
         self.needles: dict[str, bytes] = {}
         self.found: list[tuple[str, str]] = []
@@ -128,8 +126,6 @@ def watched(search: Search, *excepted: int) -> Iterator[None]:
 
 
 class Deployment:
-    """Programs over one site, and the secrets that they got."""
-
     def __init__(self, folder: Path, s3: S3, redis: RedisServer) -> None:
         self.folder = folder
         self.s3 = s3
@@ -275,8 +271,7 @@ def test_S8_S11_no_secret_leaves(day: Deployment, tmp_path: Path) -> None:
 
 
 def test_S8_the_error_of_a_failed_start_has_no_secret(day: Deployment, tmp_path: Path) -> None:
-    """The password is wrong, or stands in the URL, which only its own command line has: its workers
-    have none."""
+    """The URL is only in its own command line: its workers have none."""
     wrong = f"canary-{secrets.token_hex(16)}"
     search = Search(redis=day.redis_password.encode(), wrong=wrong.encode())
     host = day.redis.tcp_url.removeprefix("redis://")
@@ -302,8 +297,7 @@ def test_S8_the_error_of_a_failed_start_has_no_secret(day: Deployment, tmp_path:
 
 @pytest.mark.fuse
 def test_S8_S17_no_secret_leaves_by_a_mount(day: Deployment, tmp_path: Path) -> None:
-    """There is a key file, and a key in the environment, which the mount's processes do not
-    have."""
+    """The mount's processes do not have the key in the environment."""
     source = write(tmp_path / "src", {f"{i}": os.urandom(3000) for i in range(40)})
     folder = tmp_path / "mnt"
     root = day.user(day.server.url)
@@ -342,8 +336,6 @@ class Canaries(dict[str, str]):
 
 @pytest.mark.fuse
 def test_S8_no_secret_leaves_by_reports_for_support(day: Deployment, tmp_path: Path) -> None:
-    """`dlcmd doctor` and the archive of `dlcmd doctor --bundle` have none of the secrets in the
-    environment, the configuration file, URLs, logs and command lines."""
     canaries, folder, archive = Canaries(), tmp_path / "mnt", tmp_path / "help.tar.gz"
     key = f"{KEY_PREFIX}{b64encode(day.seed).decode()}"
     root = day.user(day.server.url)

@@ -1,8 +1,8 @@
 """The suites of other repositories, over a server with a real Redis: no test notices the
 difference.
 
-The tests are those of `tests/ingest`, `tests/client` and `tests/repository` that use a repository
-from outside; only the way to open it is different here.
+The tests are those of `tests/ingest`, `tests/client` and `tests/repository` that use a
+repository from outside; only the way to open it is different here.
 """
 
 import os
@@ -86,7 +86,6 @@ def url(servers: ServerWithRedis) -> Iterator[str]:
 
 @pytest.fixture
 def large(url: str, servers: ServerWithRedis, tmp_path: Path) -> str:
-    """60 chunks of somewhat more than 64 KiB, of files of 4 KiB; and some empty ones."""
     files = {f"{'val' if n % 10 else 'train'}/{n:04}": os.urandom(4000) for n in range(1020)}
     source = write(tmp_path / "large", files | {f"train/empty{n}": b"" for n in range(9)})
     with servers.open() as repository:

@@ -97,7 +97,6 @@ def test_S3_no_old_TLS(authority: Authority) -> None:
 
 
 def test_S3_no_fall_back(authority: Authority) -> None:
-    """A plain client is not served on a port with TLS, nor the other way round."""
     with serving(authority.issue()) as server:
         plain = ServerLink(parse_url(f"diesel://{server.place}"), ME, open_s=0.5)
         with pytest.raises(MetadataError, match=re.escape("diesel+tls://")):
@@ -111,15 +110,14 @@ def test_S3_no_fall_back(authority: Authority) -> None:
 
 @pytest.fixture
 def between(authority: Authority) -> Iterator[tuple[ThreadedServer, Between]]:
-    """A server, and a proxy in the middle with a certificate that the client trusts."""
+    """The client trusts the proxy's certificate."""
     trusted = authority.issue(), authority.path
     with serving(authority.issue()) as server, Between(server.port, trusted) as middle:
         yield server, middle
 
 
 def test_S2_S3_a_man_in_the_middle_cannot_log_in(between: tuple[ThreadedServer, Between]) -> None:
-    """The client trusts the proxy's certificate, but the signature binds the certificate that was
-    seen."""
+    """The signature binds the certificate that was seen."""
     server, middle = between
     with pytest.raises(PermissionDenied):
         ServerLink(parse_url(f"diesel+tls://localhost:{middle.port}"), ME).call({"do": "echo"})
@@ -130,7 +128,7 @@ def test_S2_S3_a_man_in_the_middle_cannot_log_in(between: tuple[ThreadedServer, 
 def test_a_connection_that_breaks_early_is_made_again(
     between: tuple[ThreadedServer, Between],
 ) -> None:
-    """A stopping server causes this: another worker, or the next server, takes over."""
+    """A stopping server causes this."""
     _, middle = between
     url = parse_url(f"diesel+tls://localhost:{middle.port}")
     middle.cuts = 2

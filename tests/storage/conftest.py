@@ -16,7 +16,6 @@ from tests.tiers import fast_first
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """An S3 server, reached without an HTTP proxy."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if "proxy" in name.lower()]:
             patch.delenv(name)
@@ -56,6 +55,5 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
     with small_disk(tmp_path / "disk", "size=1m") as point:
         yield point

@@ -46,7 +46,6 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path, sync: bool) -> None:
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
-    """A link to a missing file creates that file."""
     (tmp_path / "folder").mkdir()
     link = tmp_path / "link"
     link.symlink_to("folder/file")
@@ -58,7 +57,6 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 
 
 def test_a_fifo_stays_a_fifo(tmp_path: Path) -> None:
-    """So does a link to a fifo."""
     fifo, link = tmp_path / "fifo", tmp_path / "link"
     os.mkfifo(fifo)
     link.symlink_to(fifo)
@@ -88,7 +86,6 @@ def test_a_device_stays_a_device(tmp_path: Path) -> None:
 
 
 def test_an_open_file_without_a_name_is_written_to(tmp_path: Path) -> None:
-    """An error names the file that cannot be written."""
     with (tmp_path / "file").open("w+b") as file:
         file.write(b"longer than that")
         file.flush()
@@ -113,8 +110,8 @@ WRITERS = {"whole": write, "log": append}
 
 
 def made_shared(tmp_path: Path, mode: int = 0o777) -> Path:
-    """A folder that every user may write. Unlike /tmp it has no sticky bit, with which many kernels
-    refuse to follow planted links themselves."""
+    """Unlike /tmp it has no sticky bit, with which many kernels refuse to follow planted links
+    themselves."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(mode)
@@ -127,7 +124,6 @@ def planted(path: Path) -> Path:
 
 
 def refuses(way: str, path: Path) -> bool:
-    """Whether writing fails."""
     with pytest.raises(PermissionDenied, match="another user may have planted"):
         WRITERS[way](path, b"theirs")
     return True
@@ -137,8 +133,8 @@ def refuses(way: str, path: Path) -> bool:
 @each_row("way", WRITERS)
 @each_row("mode", [0o1777, 0o777, 0o775])
 def test_a_planted_link_is_not_followed(tmp_path: Path, way: str, mode: int) -> None:
-    """Nor is a link to a missing file, nor a folder link on the way that everybody may write, even
-    if a link of our own leads there."""
+    """Nor is a folder link on the way that everybody may write, even if a link of our own leads
+    there."""
     shared = made_shared(tmp_path, mode)
     (tmp_path / "private").mkdir()
     (tmp_path / "ours").write_bytes(b"ours")
@@ -171,8 +167,7 @@ def test_other_links_are_followed(tmp_path: Path, way: str) -> None:
 
 @needs_root
 def test_a_log_is_not_written_to_a_planted_file(tmp_path: Path) -> None:
-    """The owner of the file could read the log, and a hard link could lead to a file of ours. A
-    planted fifo never gets whole content either."""
+    """The owner of the file could read the log, and a hard link could lead to a file of ours."""
     shared = made_shared(tmp_path)
     (tmp_path / "ours").write_bytes(b"ours")
     os.link(tmp_path / "ours", shared / "linked")
@@ -202,7 +197,6 @@ def test_a_log_is_not_written_to_a_planted_file(tmp_path: Path) -> None:
 def test_no_verb_follows_planted_links(
     dlcmd: Dlcmd, tmp_path: Path, verb: str, words: list[str]
 ) -> None:
-    """The verb ends with exit code 12 and leaves the link's target unchanged."""
     with connect("pets", dlcmd.store.as_uri(), create=True) as dataset:
         dataset.put(b"content", "cat")
     ours, link = tmp_path / "ours", made_shared(tmp_path) / "link"

@@ -105,7 +105,7 @@ class Reporting:
 def test_each_step_of_a_daemon_has_its_time(
     lines: list[tuple[float, dict[str, object]]], shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A warning is no step: a daemon that only reports that it tries again does not start."""
+    """A warning is no step."""
     daemon = Reporting(*lines)
     monkeypatch.setattr(time, "monotonic", daemon.monotonic)
     monkeypatch.setattr(select, "select", daemon.select)

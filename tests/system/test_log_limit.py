@@ -12,7 +12,6 @@ from tests.mounts.conftest import mounting, request_for
 
 
 def line(number: int, place: int = 1) -> logging.LogRecord:
-    """A log line from the place `place` in the code."""
     return logging.LogRecord("n", logging.ERROR, "file.py", place, "cannot %d", (number,), None)
 
 

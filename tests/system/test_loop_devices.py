@@ -28,7 +28,6 @@ KILLED = """if True:
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """No other test uses loop devices meanwhile."""
     with only_user_of_loop_devices():
         yield
 
@@ -40,7 +39,6 @@ def memory_file(name: str, content: bytes) -> int:
 
 
 def test_a_device_shows_the_file_is_read_only_and_goes_with_its_last_user() -> None:
-    """Also after the file's own descriptor is closed."""
     file = memory_file("loop-test", b"content" * 1000)
     device = open_loop_device(file)
     os.close(file)

@@ -82,7 +82,6 @@ echo {SERVED}
 
 
 def test_the_debian_package(clean_root: CleanRoot) -> None:
-    """With its dependencies from Debian, man pages, completions, units and mount.diesel."""
     output = clean_root(rf"""
 {APT} /packages/*.deb man-db openssl >/dev/null
 {PUT_AND_MOUNT}

@@ -1,8 +1,8 @@
 """A small reader of EROFS, with which tests check images. It shares no code with the package.
 
-It follows the kernel: it finds the device of an address by the ranges in the device table, finds
-names by bisection, first over the blocks of a folder and then in one, and refuses images of which
-the kernel would complain (`Complaint`). `walk` also refuses faults that the kernel does not check:
+It follows the kernel: it finds the device of an address in the device table, finds names by
+bisection, first over the blocks of a folder and then in one, and refuses images of which the
+kernel would complain (`Complaint`). `walk` also refuses faults that the kernel does not check:
 unsorted folders, blocks of two inodes, and folders that two folders hold.
 """
 
@@ -44,8 +44,6 @@ class Inode:
 
 @dataclass(frozen=True)
 class Item:
-    """A name in a folder."""
-
     name: bytes
     number: int
     type: int
@@ -75,7 +73,6 @@ class Erofs:
             self.ranges.append((mapped, mapped + count, device))
 
     def read_block(self, address: int) -> bytes:
-        """One block at an address of the file system, from the device that has it."""
         for first, end, device in self.ranges:
             if first <= address < end:
                 content = device((address - first) * BLOCK, BLOCK)
@@ -113,7 +110,6 @@ class Erofs:
         return device, low + rest
 
     def addresses(self, inode: Inode) -> list[int]:
-        """The addresses of the blocks of an inode."""
         count = -(-inode.size // BLOCK) - inode.is_inline
         if inode.is_indexed:
             places = [self.place(inode, page) for page in range(count)]
@@ -121,7 +117,6 @@ class Erofs:
         return list(range(inode.block, inode.block + count))
 
     def read_page(self, inode: Inode, page: int) -> bytes:
-        """One block of the content of an inode."""
         length = min(BLOCK, inode.size - page * BLOCK)
         if inode.is_inline and page == (inode.size - 1) // BLOCK:
             at = self.meta_block * BLOCK + inode.number * 32 + 64
@@ -130,7 +125,6 @@ class Erofs:
         return self.whole_page(inode, page)[:length]
 
     def whole_page(self, inode: Inode, page: int) -> bytes:
-        """A page, with the block's bytes after the end of the content."""
         if not inode.is_indexed:
             return self.read_block(inode.block + page)
         device, block = self.place(inode, page)
@@ -139,7 +133,6 @@ class Erofs:
         return content
 
     def read(self, inode: Inode) -> bytes:
-        """The whole content of an inode."""
         return b"".join(self.read_page(inode, page) for page in range(-(-inode.size // BLOCK)))
 
     def items_in(self, folder: Inode, page: int) -> list[Item]:
@@ -167,7 +160,6 @@ class Erofs:
         return [item for page in pages for item in self.items_in(folder, page)]
 
     def lookup(self, folder: Inode, name: bytes) -> Item | None:
-        """The item of a name, found as the kernel finds it."""
         low, high = 0, -(-folder.size // BLOCK) - 1
         block = None
         while low <= high:

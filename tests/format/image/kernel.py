@@ -20,7 +20,7 @@ _GREETING = re.compile(rb"mounted with root inode @ nid")
 
 
 def _why_not() -> str:
-    """Why images cannot be mounted here; the empty string if they can."""
+    """Return the reason why images cannot be mounted here; the empty string if they can."""
     if os.geteuid():
         return "only root mounts EROFS"
     if "\terofs\n" not in Path("/proc/filesystems").read_text(encoding="ascii"):
@@ -39,7 +39,6 @@ def _checked(result: int) -> None:
 
 @contextmanager
 def mounted_files(tree: Path | str, content: Path, root: Path, at: Path) -> Iterator[bytes]:
-    """The path of a mount of the file system in `tree`, with the devices of an image."""
     at.mkdir(exist_ok=True)
     options = b"device=%b,device=%b" % (os.fsencode(content), os.fsencode(root))
     paths = os.fsencode(tree), os.fsencode(at)
@@ -57,8 +56,7 @@ def mounted_files(tree: Path | str, content: Path, root: Path, at: Path) -> Iter
 
 @contextmanager
 def mounted(image: Image, folder: Path, content: Path, *, hidden: bool) -> Iterator[bytes]:
-    """The path of a mount of an image. `content` is the content file; other files are made in
-    `folder`."""
+    """`content` is the content file; other files are made in `folder`."""
     tree, root = folder / "image", folder / "root"
     tree.write_bytes(image.buffer)
     root.write_bytes(image.root_folder(hidden=hidden))

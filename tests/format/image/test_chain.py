@@ -1,7 +1,6 @@
 """In a chain of images a content keeps its address, and no address is given to two contents.
 
-A model test: random versions of a dataset, one after the other, beside a dict of all blocks ever
-given.
+A model test: random versions of a dataset, beside a dict of all blocks ever given.
 """
 
 from collections import defaultdict
@@ -27,8 +26,6 @@ Origin = tuple[int, int, int]
 
 @dataclass
 class Chain:
-    """The addresses given in a chain, as a plain model."""
-
     owner: dict[int, Origin] = field(default_factory=dict)
     """The content of each block that was ever given."""
     before: dict[Origin, int] = field(default_factory=dict)
@@ -36,7 +33,6 @@ class Chain:
     image: Image | None = None
 
     def follow(self, state: dict[bytes, OwnEntry], how: Shown = ME) -> Image:
-        """Build the next image, and check its addresses."""
         number = self.image.sequence + 1 if self.image else 1
         snapshot = snapshot_of(state, version=number)
         image = image_of(snapshot, how, self.image or CHAIN)

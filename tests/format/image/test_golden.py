@@ -16,7 +16,6 @@ SHOWN = Shown(uid=1000, gid=1001, umask=0o022)
 
 
 def golden(version: int) -> Path:
-    """The golden image of a version of the format."""
     return Path(__file__).parent / "golden" / f"version-{version}.image"
 
 

@@ -36,7 +36,6 @@ TRAILER_BYTES, CHECKSUM_BYTES, PARTS_AT, PARTS = 512, 8, 120, 10
 
 
 def seal(data: bytes, at: int, new: bytes) -> bytes:
-    """The good image with other bytes in its trailer, under a right checksum."""
     start = len(data) - TRAILER_BYTES
     forged = bytearray(data)
     forged[start + at : start + at + len(new)] = new
@@ -48,7 +47,6 @@ def seal(data: bytes, at: int, new: bytes) -> bytes:
 
 
 def test_E1_every_byte_changed_and_truncated_at_any_length() -> None:
-    """A flipped bit of the trailer is seen without reading the rest."""
     data, trailer_at = bytearray(GOOD), len(GOOD) - TRAILER_BYTES
     flips = [(at, 1 << at % 8, True) for at in range(len(GOOD))]
     flips += [(at, 1 << bit, False) for at in range(trailer_at, len(GOOD)) for bit in range(8)]
@@ -89,7 +87,6 @@ def test_E1_other_bytes_have_the_right_error(data: bytes, error: type[FormatErro
 @examples(300)
 @given(st.integers(72, 360), st.binary(min_size=1, max_size=8))
 def test_E2_any_counts_and_parts_are_safe_to_read(at: int, new: bytes) -> None:
-    """An image is accepted only if all its columns lie in it."""
     try:
         image = Image(seal(GOOD, at, new), verify=False)
     except FormatError:
@@ -127,7 +124,6 @@ def test_E2_an_entry_that_is_missing_in_its_own_index() -> None:
 
 
 def image_of_forged(data: st.DataObject) -> tuple[Snapshot, Image] | None:
-    """An accepted forged snapshot, and its image."""
     try:
         snapshot = Snapshot(snapshots.forged_from(snapshots.drawn_columns(data)), verify=False)
         return snapshot, image_of(snapshot, ME)

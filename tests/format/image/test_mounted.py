@@ -36,7 +36,6 @@ ME = Shown(uid=1000, gid=1001, umask=0o022)
 
 
 def write_content(image: Image, entries: Mapping[bytes, ShownEntry], path: Path) -> None:
-    """Write the content file, which is empty between contents."""
     content = ImageContentFile(image, entries.values())
     with path.open("wb") as target:
         target.truncate((image.end_block + 1) * BLOCK)
@@ -46,7 +45,6 @@ def write_content(image: Image, entries: Mapping[bytes, ShownEntry], path: Path)
 
 
 def walk(at: bytes) -> Iterator[bytes]:
-    """All paths below a mount, relative to it, the root's first."""
     yield b""
     for folder, folders, files in os.walk(at):
         for name in folders + files:
@@ -71,7 +69,6 @@ def check(state: State, how: Shown, folder: Path) -> None:
 def check_mount(
     image: Image, entries: Mapping[bytes, ShownEntry], how: Shown, folder: Path
 ) -> None:
-    """Compare mounts of an image with the entries that it must show."""
     content = folder / "content"
     write_content(image, entries, content)
     for hidden in (False, True):
@@ -86,7 +83,6 @@ def check_mount(
 
 
 def compare(path: bytes, entry: ShownEntry) -> None:
-    """Compare the bytes of a file, by reads and by a mapping's size."""
     with open(path, "rb") as opened:
         for page in range(-(-entry.size // BLOCK)):
             length = min(BLOCK, entry.size - page * BLOCK)
@@ -108,8 +104,6 @@ def test_a_dataset_is_shown_faithfully(tmp_path: Path, state: State, how: Shown)
 
 
 def test_a_folder_of_100_000_entries(tmp_path: Path) -> None:
-    """It is listed in the order of names, a listing can continue at any place, and each name is
-    found."""
     names = [b"%d" % number for number in range(100_000)]
     image = image_of(snapshot_of({b"wide/" + name: OwnEntry(Kind.FILE) for name in names}), ME)
     (tmp_path / "content").touch()

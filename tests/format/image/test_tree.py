@@ -35,7 +35,6 @@ ME = Shown(uid=1000, gid=1001, umask=0o022)
 
 
 def open_tree(image: Image, entries: Mapping[bytes, ShownEntry], *, hidden: bool) -> Erofs:
-    """The file system of an image, as a mount has it."""
     content = ImageContentFile(image, entries.values())
     root = image.root_folder(hidden=hidden)
     assert len(root) == len(image.root_folder(hidden=not hidden))

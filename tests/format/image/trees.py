@@ -33,9 +33,6 @@ EXTENT_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Seen:
-    """The results that stat, readlink and open must give for a path. A folder's size is not
-    defined."""
-
     mode: int
     uid: int
     gid: int
@@ -45,13 +42,12 @@ class Seen:
 
 
 def snapshot_of(state: State, *, version: int = 1, also: Iterable[int] = ()) -> Snapshot:
-    """A snapshot that shows this state; `also` are more chunks in its table."""
+    """`also` are more chunks in its table."""
     chunks = sorted(chunks_in(state.values()) | {HOME, *also})
     return Snapshot(build(None, state, chunks, version=version))
 
 
 def snapshot_of_large_file(size: int) -> Snapshot:
-    """A dataset with one file, of up to 64 TiB."""
     whole = 32 << 30
     lengths = [whole] * (size // whole) + [size % whole] * (size % whole > 0)
     parts = [Part(10 + n, 96, 2 << 30, 1, 7, length) for n, length in enumerate(lengths)]
@@ -70,12 +66,10 @@ def snapshot_of_large_file(size: int) -> Snapshot:
 
 
 def image_of(snapshot: Snapshot, how: Shown, earlier: Image | UUID = CHAIN) -> Image:
-    """The image of a snapshot, checked."""
     return Image(b"".join(build_image(snapshot, how, earlier)), verify=True)
 
 
 def file(chunk: int, offset: int, size: int, mode: int = 0o644, mtime_ns: int = 1) -> OwnEntry:
-    """A file at an offset of a chunk; of several extents in that chunk, if it has over 4 MiB."""
     parts: list[Part] = []
     for start in range(0, size, EXTENT_BYTES):
         length = min(EXTENT_BYTES, size - start)
@@ -88,14 +82,12 @@ def link(target: bytes, mtime_ns: int = 1) -> OwnEntry:
 
 
 def page_of(entry: ShownEntry, page: int) -> bytes:
-    """The bytes of a page of a file, with zeros after the end of the file."""
     first = entry.parts[0]
     made = random.Random(f"{first.chunk} {first.offset} {entry.size} {page}").randbytes(64)
     return (made * (BLOCK // 64))[: min(BLOCK, entry.size - page * BLOCK)].ljust(BLOCK, b"\0")
 
 
 def seen_of(entries: Mapping[bytes, ShownEntry], how: Shown, *, hidden: bool) -> dict[bytes, Seen]:
-    """The paths that a mount of these entries shows."""
     result = {}
     for path, entry in entries.items():
         mode = entry.mode & ~how.umask
@@ -140,7 +132,6 @@ NAMES = (
 
 
 def everything() -> dict[bytes, OwnEntry]:
-    """A dataset with all oddities, small enough to be compared whole."""
     state: dict[bytes, OwnEntry] = {}
     offset = 96
 
@@ -185,7 +176,7 @@ def in_root(names: Iterable[bytes]) -> State:
 
 
 def differences(found: Mapping[bytes, Seen], wanted: Mapping[bytes, Seen]) -> list[str]:
-    """The differing entries as text: printing two dicts of thousands would take minutes."""
+    """Return texts: printing two dicts of thousands would take minutes."""
     keys = sorted({*found, *wanted})
     return [
         f"{key!r}: {found.get(key)} instead of {wanted.get(key)}"

@@ -1,7 +1,7 @@
 """A model of a dataset, as a plain dict, with which tests compare snapshots.
 
-It shares no code with the package except values. An own entry is the entry that a put has put at a
-path; the entry that shows there also depends on the entries below the path.
+It shares no code with the package except values. The entry that shows at a path depends on its
+own entry and on those below it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,8 +49,6 @@ class OwnEntry:
 
 @dataclass(frozen=True)
 class ShownEntry:
-    """A path's entry as a snapshot must return it."""
-
     kind: Kind
     mode: int
     size: int
@@ -63,13 +61,11 @@ State = Mapping[bytes, OwnEntry]
 
 
 def folders_above(path: bytes) -> list[bytes]:
-    """All folders above a path, the root included."""
     parts = path.split(b"/")
     return [b"/".join(parts[:i]) for i in range(len(parts))] if path else []
 
 
 def shown(state: State) -> dict[bytes, ShownEntry]:
-    """The visible entry of each path, in the order of a snapshot."""
     above = {folder for path in state for folder in folders_above(path)} | {b""}
     result = {}
     for path in sorted(above | set(state), key=lambda path: (depth(path), path.split(b"/"))):
@@ -158,7 +154,6 @@ def build(
     version: int = 1,
     seed: int = 0,
 ) -> bytes:
-    """The bytes of the next snapshot."""
     table = [ChunkInfo(chunk_id(number), 1_000_000 + number) for number in chunks]
     parts = build_snapshot(
         previous,
@@ -173,7 +168,6 @@ def build(
 
 
 def shown_by(snapshot: Snapshot) -> dict[bytes, ShownEntry]:
-    """The entry of each path in a snapshot, in its order."""
     result = {}
     for i in range(len(snapshot)):
         stat = snapshot.stat(i)

@@ -25,7 +25,6 @@ def snapshot(state: dict[bytes, OwnEntry], version: int = 1) -> Snapshot:
 
 
 def is_same(one: ShownEntry, other: ShownEntry) -> bool:
-    """Whether readers cannot distinguish two entries."""
     if one.kind != other.kind or one.kind == Kind.FOLDER:
         return one.kind == other.kind
     content = [[(part.size, part.checksum) for part in each.parts] for each in (one, other)]

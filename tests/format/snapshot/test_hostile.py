@@ -88,8 +88,6 @@ Forge = Callable[[SnapshotColumns], SnapshotColumns]
 
 
 def put(name: str, at: int, value: int, part: str = "") -> Forge:
-    """Replace one item of one column."""
-
     def forge(columns: SnapshotColumns) -> SnapshotColumns:
         array = columns._asdict()[name].copy()
         (array[part] if part else array)[at] = value
@@ -178,7 +176,6 @@ FORGERIES: dict[str, Forge] = {
 
 
 def forged_from(columns: SnapshotColumns) -> bytes:
-    """A snapshot of these columns, with right checksums and counts."""
     header = layout.header_of(columns, oracle.IDENTITY, "flowers", 1, 0)
     return b"".join(layout.write(header, columns))
 
@@ -221,7 +218,6 @@ def drawn_columns(data: st.DataObject) -> SnapshotColumns:
 @examples(1000)
 @given(st.data())
 def test_E2_an_accepted_snapshot_keeps_the_limits_of_the_format(data: st.DataObject) -> None:
-    """With any value in any column, the snapshot is refused, or all its places fit into a chunk."""
     columns = drawn_columns(data)
     try:
         snapshot = Snapshot(forged_from(columns))
@@ -274,7 +270,7 @@ ROOM = PATH_BYTES_MAX - len(CHAIN)
 
 
 def test_E2_a_path_that_is_too_long_is_refused() -> None:
-    """Deeply nested folders are refused by `build_snapshot`, and in a file of another program."""
+    """Both `build_snapshot` and the reader of another program's file refuse it."""
     longest = CHAIN + b"d" * ROOM
     deep = Snapshot(build(None, {longest: OwnEntry(Kind.FILE)}, [3]))
     last = len(deep) - 1
@@ -291,7 +287,7 @@ def test_E2_a_path_that_is_too_long_is_refused() -> None:
 @examples(400)
 @given(st.data())
 def test_E2_any_sealed_bytes_can_be_read_in_full_or_are_refused(data: st.DataObject) -> None:
-    """An attacker can compute checksums, so every accepted snapshot must be safe to read."""
+    """An attacker can compute checksums."""
     forged = bytearray(SMALL)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(TABLE_AT, len(forged) - 1))
@@ -314,8 +310,8 @@ def test_E2_any_sealed_bytes_can_be_read_in_full_or_are_refused(data: st.DataObj
 
 
 def read_unverified(data: bytes) -> None:
-    """Read bytes of which only checksums are compared, as of a private copy: errors are allowed,
-    but neither a crash nor an endless loop."""
+    """Read as a private copy is read: errors are allowed, but neither a crash nor an endless
+    loop."""
     try:
         snapshot = Snapshot(data, verify=False)
         snapshot.lookup_many([b"a", b"c/x/shadows", b"none"])
@@ -334,8 +330,6 @@ def read_unverified(data: bytes) -> None:
 
 
 class Counting(Snapshot):
-    """A snapshot that counts the names that lookups compare."""
-
     compared = 0
 
     def name(self, i: int) -> bytes:

@@ -65,7 +65,6 @@ def apply(state: dict[bytes, OwnEntry], changes: Mapping[bytes, OwnEntry | None]
 
 
 def chunks_of(state: Mapping[bytes, OwnEntry], extra: int) -> list[int]:
-    """The numbers of the chunks that the state needs, and of some empty ones."""
     table = sorted(
         oracle.chunks_in(state.values())
         | {oracle.HOME}

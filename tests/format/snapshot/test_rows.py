@@ -113,7 +113,7 @@ def test_a_file_in_a_chunk_that_is_missing_in_the_table_is_named(own: OwnEntry) 
 @each_row("is_hidden", [False, True])
 @each_row(("field", "value"), [("mtime_ns", 8), ("checksum", 8), ("offset", 101), ("mode", 0o600)])
 def test_a_file_against_its_chunks_digest_fails(field: str, value: int, is_hidden: bool) -> None:
-    """Each attribute counts, also of a file that a folder of the same path hides."""
+    """A file that a folder of the same path hides counts, too."""
     rows = rows_of({b"f": FILE})
     digests = {chunk_id(3): entry_digest(rows)}
     folder = merged(rows_of({b"f/below": OwnEntry(Kind.FOLDER)}))

@@ -29,8 +29,7 @@ from tests.trees import write
 
 @pytest.fixture(scope="session")
 def control_plane() -> Iterator[ControlPlane]:
-    """A control plane for all tests of a session. It leaves no folder, and no process that has its
-    folder in its arguments."""
+    """It leaves no folder, and no process that has its folder in its arguments."""
     if not (PROGRAMS / "stamp").exists():
         pytest.fail(f"{PROGRAMS} has no control plane: run `make test-kubernetes`")
     with planes.control_plane() as running:
@@ -53,8 +52,7 @@ def installed(client: Client) -> None:
 
 @pytest.fixture
 def resources(client: Client) -> Iterator[Resources]:
-    """A namespace of the test's own. Its pods end with the test, so that no other test runs
-    them."""
+    """Its pods end with the test, so that no other test runs them."""
     name = planes.make_namespace(client)
     yield Resources(client, name)
     client.delete(Namespace, name)  # from now on no controller can make a pod in it

@@ -36,10 +36,8 @@ class ContainerError(Exception):
 
 
 def expand(text: str, environment: Environment) -> str:
-    """Put variables in place of `$(NAME)`, as kubelet does; `$$` is a dollar sign.
-
-    An unknown name stays as it is.
-    """
+    """Put variables in place of `$(NAME)`, as kubelet does; `$$` is a dollar sign. An unknown name
+    stays."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1]
@@ -62,8 +60,7 @@ def secret_of(client: Client, name: str | None, namespace: str | None) -> dict[s
 
 
 def environment_of(container: Container, client: Client, pod: Pod, address: str) -> dict[str, str]:
-    """The variables of a container. Raises ContainerError, and ApiError if a Secret is
-    missing."""
+    """The variables of a container. Raises ContainerError, and ApiError if a Secret is missing."""
     assert pod.metadata is not None
     namespace = pod.metadata.namespace
     found: dict[str, str] = {}
@@ -131,8 +128,7 @@ def _message_file(container: Container, folder: Path) -> Path:
 
 
 def last_message(container: Container, exit_code: int, folder: Path) -> str:
-    """The message of an ended container in the pod's status: the content of its
-    `terminationMessagePath`, or the end of its log."""
+    """Return the content of its `terminationMessagePath`, or the end of its log."""
     try:
         found = _message_file(container, folder).read_bytes()[:4096]
     except OSError:
@@ -148,8 +144,6 @@ class VolumeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CsiVolume:
-    """The arguments of NodePublishVolume from kubelet, read-only."""
-
     volume_id: str
     target: Path
     attributes: Mapping[str, str]
@@ -157,7 +151,7 @@ class CsiVolume:
 
 
 class CsiDriver(Protocol):
-    """The node service of a CSI driver, at any kind of address.
+    """The node service of a CSI driver.
 
     A failed call raises VolumeError, with the driver's message, and is made again.
     """
@@ -178,7 +172,6 @@ class PodVolumes:
     folder: Path
     drivers: Mapping[str, CsiDriver]
     folders: dict[str, Path] = field(default_factory=dict)
-    """The folders of the volumes that have been made, by the volume's name."""
     _published: dict[str, tuple[CsiDriver, CsiVolume]] = field(default_factory=dict)
 
     def make(self) -> None:

@@ -41,10 +41,8 @@ Options = dict[str, object]
 
 
 class ControlPlaneProgram:
-    """One program of the control plane.
-
-    Used by one thread, which lives as long as the program: the kernel kills the program with it.
-    """
+    """Used by one thread, which lives as long as the program: the kernel kills the program with
+    it."""
 
     def __init__(self, folder: Path, name: str, options: Options) -> None:
         self._log = folder / f"{name}.log"
@@ -109,7 +107,6 @@ class ControlPlane:
         }
 
     def _served(self, name: str) -> Options:
-        """The options with which each of Kubernetes' own programs serves on loopback alone."""
         return {
             "bind-address": "127.0.0.1",
             "secure-port": self._urls[name].rpartition(":")[2],
@@ -157,10 +154,8 @@ class ControlPlane:
         }
 
     def start(self) -> None:
-        """Start all programs, and return when they are ready.
-
-        A ready server answers; the caches of the controllers are filled a little later.
-        """
+        """Return when all programs are ready. The caches of the controllers are filled a little
+        later."""
         self._programs[ETCD].start()  # the API server waits for it
         self._programs[API_SERVER].start()
         self._wait_until_ready(API_SERVER)
@@ -246,10 +241,8 @@ def make_namespace(client: Client) -> str:
 
 
 def wait_for_service_account(client: Client, namespace: str, name: str = "default") -> None:
-    """Wait until controllers have made a ServiceAccount of a namespace, and a token of it.
-
-    Admission refuses pods of a ServiceAccount without a token.
-    """
+    """Wait until controllers have made a token of a ServiceAccount: admission refuses pods without
+    one."""
 
     def has_token() -> bool:
         with contextlib.suppress(ApiError):

@@ -67,8 +67,8 @@ def _now() -> str:
 class SimulatedNode:
     """A node during the `with`, at whose end the pods' processes end and it is removed.
 
-    `images` has the environment of containers, by the name of the image. `drivers` are the CSI
-    drivers of the node, by name.
+    `images` has the environment of containers, by the name of the image; `drivers` the CSI
+    drivers, by name.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class SimulatedNode:
         return spec is not None and not spec.taints
 
     def report(self, pod: Pod, status: dict[str, object]) -> None:
-        """Change the status of a pod. Does nothing if the pod is gone."""
+        """Does nothing if the pod is gone."""
         name, namespace, _ = _identity(pod)
         ready = status["phase"] == "Running"
         conditions = [
@@ -187,8 +187,6 @@ class SimulatedNode:
 
 
 class _PodRun:
-    """Runs one pod, in a thread of its own: volumes, containers, and their end."""
-
     def __init__(self, node: SimulatedNode, pod: Pod) -> None:
         assert pod.spec is not None
         self._node = node
@@ -206,8 +204,7 @@ class _PodRun:
         self.thread.start()
 
     def end(self, grace_s: float) -> None:
-        """Begin the end of a deleted pod. Its processes have this number of seconds after a
-        SIGTERM."""
+        """Its processes have this number of seconds after a SIGTERM."""
         if not self._leave.is_set():
             self._grace_s = grace_s
             self._leave.set()
@@ -230,7 +227,7 @@ class _PodRun:
         self._until_reported(lambda: self._node.confirm_deletion(self._pod))
 
     def _starts(self) -> bool:
-        """Whether volumes and processes could be made before the pod's end began."""
+        """Return whether volumes and processes could be made before the pod's end began."""
         reported = ""
         while not self._leave.is_set():
             try:
@@ -255,7 +252,7 @@ class _PodRun:
         return containers.start(container, image, own, self._volumes.folders, self._folder)
 
     def _phase_at_end(self) -> str | None:
-        """The phase in which the pod has ended. None if its end began before."""
+        """Return None if the pod's end began before."""
         self._report("Running")
         while not self._leave.wait(LOOK_AT_PROCESSES_S):
             codes = [each.poll() for each in self._processes.values()]
@@ -300,7 +297,6 @@ class _PodRun:
         }
 
     def _until_reported(self, report: Callable[[], None]) -> None:
-        """Send a report until the API server has taken it."""
         while not self._abandoned.is_set():
             try:
                 report()
@@ -310,7 +306,6 @@ class _PodRun:
                 return
 
     def _end_processes(self) -> None:
-        """End the processes, and all others in their groups."""
         for process in self._processes.values():
             process.terminate()
         until = time.monotonic() + self._grace_s

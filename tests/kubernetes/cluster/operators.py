@@ -53,7 +53,7 @@ _KINDS = {
 
 
 def install(client: Client) -> None:
-    """Make the definitions, the accounts of operator and driver and their rights, but no
+    """Make the definitions, and the accounts of operator and driver with their rights, but no
     Deployment."""
     try:
         client.create(Namespace(metadata=ObjectMeta(name=SYSTEM)))
@@ -74,8 +74,6 @@ def install(client: Client) -> None:
 
 
 class Operator:
-    """The program `diesel-operator` for some namespaces, during the `with`."""
-
     def __init__(
         self, control_plane: ControlPlane, folder: Path, *options: str, interval_s: float = 0.2
     ) -> None:
@@ -111,13 +109,10 @@ class Operator:
         return resident_bytes(self._process.pid, "VmRSS")
 
     def last_lines(self) -> str:
-        """The end of its log, which goes on when it is started again."""
         return self._log.read_text(errors="replace")[-4000:]
 
 
 class Resources:
-    """Datasets and TrainingJobs of one namespace, for a test."""
-
     def __init__(self, client: Client, namespace: str) -> None:
         self.client = client
         self.namespace = namespace

@@ -231,10 +231,7 @@ COUNT = 1000
 def test_a_thousand_datasets(
     client: Client, control_plane: ControlPlane, resources: Resources, tmp_path: Path
 ) -> None:
-    """All Datasets get their Job; then the test marks the Jobs as ended, and all become ready.
-
-    No pod runs, since there is no node.
-    """
+    """No pod runs, since there is no node: the test marks the Jobs as ended."""
     # On a busy machine this takes some minutes, so the time limit of a test is later here
     faulthandler.dump_traceback_later(900, exit=True)
     namespace = resources.namespace
@@ -243,7 +240,7 @@ def test_a_thousand_datasets(
         resources.make_dataset(f"d{number}", spec)
 
     def until_all(phase: str, operator: Operator) -> None:
-        """Watch until all Datasets are in a phase. The operator's memory must be bounded then."""
+        """The operator's memory must be bounded then."""
         start_s, names = time.monotonic(), set[str]()
         for _, each in client.watch(DatasetResource, namespace=namespace):
             if text(dict(each), "status", "phase") == phase:

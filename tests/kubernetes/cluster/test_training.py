@@ -131,7 +131,6 @@ def address() -> Iterator[str]:
 def node_with_driver(
     control_plane: ControlPlane, name: str, folder: Path, images: Mapping[str, Environment]
 ) -> Iterator[Plugin]:
-    """A node with the plugin's program as its CSI driver; the mounts are pods of the node."""
     folder.mkdir()
     options = ("--idle=0", "--mounter=pod", f"--namespace={SYSTEM}", f"--image={IMAGE}")
     kubeconfig = {"KUBECONFIG": str(control_plane.kubeconfig_of(SYSTEM, DRIVER_ACCOUNT))}
@@ -179,10 +178,8 @@ def test_ranks_read_through_the_driver_and_share_their_cache(
     address: str,
     tmp_path: Path,
 ) -> None:
-    """Two ranks on two nodes wait for two datasets: one from an archive, one from a bucket.
-
-    The plugins are killed while the ranks run; the mounts go on.
-    """
+    """One dataset is from an archive, one from a bucket. The plugins are killed while the ranks
+    run; the mounts go on."""
     client, namespace = resources.client, resources.namespace
     results, go = tmp_path / "results", tmp_path / "go"
     results.mkdir()

@@ -100,7 +100,6 @@ class ApiStandIn:
             yield client
 
     def put(self, plural: str, body: Json) -> Json:
-        """Keep an object that the plugin has not made; no pod of it runs."""
         metadata = {**fields(body, "metadata"), "uid": f"uid-{next(self._numbers)}"}
         made = {**body, "metadata": metadata, "kind": KINDS[plural], "apiVersion": "v1"}
         self.objects[plural, text(metadata, "name")] = made

@@ -42,7 +42,6 @@ def shown(target: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def pets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The attributes of a volume that shows `FILES`, of a repository on this machine."""
     url = (tmp_path_factory.mktemp("repositories") / "store").as_uri()
     put_files(url, FILES)
     return {"dataset": "pets", "url": url}
@@ -50,7 +49,6 @@ def pets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @contextmanager
 def clean_plugin(folder: Path, file_root: Path) -> Iterator[Plugin]:
-    """A plugin that ends mounts at once when nothing shows them."""
     with running_plugin(folder, "--idle=0", f"--file-root={file_root}") as plugin:
         yield plugin
         plugin.wait_until_clean()

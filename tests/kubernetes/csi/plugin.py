@@ -28,7 +28,7 @@ _Response = TypeVar("_Response", bound=Message)
 
 @dataclass(slots=True)
 class Kubelet:
-    """The calls of kubelet to one plugin. Errors are `grpc.RpcError`."""
+    """Errors are `grpc.RpcError`."""
 
     channel: grpc.Channel
     deadline_s: float = DEADLINE_S
@@ -82,7 +82,7 @@ class Kubelet:
 
 @dataclass(slots=True)
 class Plugin:
-    """A plugin that runs as a process, with a state folder that outlives it."""
+    """Its state folder outlives the process."""
 
     folder: Path
     options: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class Plugin:
         self.kubelet = Kubelet(grpc.insecure_channel(f"unix:{socket}"))
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """End the process group by a signal. Returns its exit code."""
+        """Returns its exit code."""
         self.kubelet.channel.close()
         os.killpg(self.process.pid, number)
         code = self.process.wait(DEADLINE_S)

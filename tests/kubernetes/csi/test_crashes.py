@@ -28,7 +28,6 @@ Attributes = dict[str, str]
 
 
 def kill_mount(target: Path) -> None:
-    """Kill all processes of the mount that a target shows, at once."""
     supervisor = daemon(target)
     for pid in (*descendants_of(supervisor), supervisor):
         with suppress(ProcessLookupError):

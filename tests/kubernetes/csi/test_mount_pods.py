@@ -105,7 +105,6 @@ def test_a_pod_that_fails_reports_the_reason_and_is_deleted(
 def test_the_next_plugin_deletes_pods_that_did_not_come_up(
     cluster: ApiStandIn, pets: dict[str, str], state: Path
 ) -> None:
-    """It also deletes a Secret without an owner, and a pod without a folder."""
     lost: Json = {"name": "diesel-mount-lost-1", "labels": {LABEL_NODE: "node-1"}}
     for plural in ("pods", "secrets"):
         cluster.put(plural, {"metadata": lost})
@@ -157,8 +156,7 @@ def test_a_mount_pod_has_the_image_of_the_plugins_own_pod(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The DaemonSet gives the plugin only its pod's name. The plugin's report belongs to that
-    pod."""
+    """The DaemonSet gives the plugin only its pod's name."""
     add_own_pod(cluster)
     (tmp_path / "config").write_text(json.dumps(cluster.kubeconfig))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))

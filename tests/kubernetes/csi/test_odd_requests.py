@@ -23,7 +23,7 @@ GOOD_IDS = ["v" * 128, "\u00e9" * 64, "a/../b", "two words\n"]
 
 
 def bad_targets(plugin: Plugin, folder: Path) -> Iterator[str]:
-    """Targets that no volume may have; the last ones lie in the plugin's own folder."""
+    """The last ones lie in the plugin's own folder."""
     yield from ("", "/", "relative", "./x", f"{folder}/../x", f"{folder}/./x", f"{folder}//x")
     yield from (f"{folder}/x/", f"{folder}/a\0b", f"{folder}/{'n' * 256}", "/a" * 2048)
     yield from (f"{folder}/{'n' * 256}/x", str(plugin.state), str(plugin.state.parent))
@@ -106,7 +106,6 @@ def test_D2_bad_fields_are_invalid_args(plugin: Plugin, pets: dict[str, str], fo
 
 
 def test_D2_files_at_a_target_stay(plugin: Plugin, pets: dict[str, str], folder: Path) -> None:
-    """No foreign file is hidden or removed; a target that cannot be there is unpublished."""
     outside = folder / "outside"
     outside.mkdir()
     (folder / "file").write_bytes(b"kept")
@@ -138,7 +137,6 @@ def test_D2_files_at_a_target_stay(plugin: Plugin, pets: dict[str, str], folder:
 def test_D2_a_target_is_one_place_in_any_spelling(
     plugin: Plugin, pets: dict[str, str], folder: Path
 ) -> None:
-    """An empty folder and one behind a link are fine; each call may come again, with each mode."""
     (folder / "pods/at").mkdir(parents=True)
     (folder / "link").symlink_to("pods")
     fields = {"volume_id": "v", "volume_context": pets}

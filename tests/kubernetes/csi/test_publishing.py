@@ -68,7 +68,7 @@ def test_a_volume_is_read_only_and_published_once_for_the_same_calls(
 def test_equal_volumes_share_a_mount_and_tenants_do_not(
     plugin: Plugin, pets: dict[str, str], tmp_path: Path
 ) -> None:
-    """Volumes that were published side by side leave nothing; `make bench` has fifty volumes."""
+    """`make bench` has fifty volumes."""
     attributes = {**pets, "session": "kernel"}
     secret = {"redisPassword": "a secret of the team"}
     targets = [tmp_path / str(number) for number in range(5)]
@@ -164,7 +164,7 @@ def test_other_mounts_at_a_target_stay(
 
 
 def test_a_plugin_answers_while_volumes_wait_for_a_server(plugin: Plugin, tmp_path: Path) -> None:
-    """A server that accepts and never answers: each call ends at its deadline, Probe at once."""
+    """The server accepts and never answers."""
     attributes = {"dataset": "pets", "user": "ann"}
     key = {"key": "diesel-key-1:" + "A" * 43 + "="}
     with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
@@ -201,7 +201,6 @@ def test_identity_and_node(plugin: Plugin) -> None:
 
 
 def test_probe_reports_the_fault(own_plugin: Plugin) -> None:
-    """The state folder is put on a file system that turns read-only."""
     assert own_plugin.kubelet.probe()
     state = own_plugin.state
     subprocess.run(["mount", "--bind", state, state], check=True)

@@ -45,22 +45,19 @@ fuse, as_root = MOUNTS_AS_ROOT
 
 @dataclass(frozen=True, slots=True)
 class MeasuredNode:
-    """A node with a plugin's logic, and processes as mounts."""
-
     folder: Path
     state: StateFolder
     volumes: NodeVolumes
     holdings: NodeHoldings
     identity: UUID
     version: int
-    """The identity of the dataset `pets`."""
 
     @property
     def cache_root(self) -> Path:
         return self.folder / "fast"
 
     def wait_until_unmounted(self) -> None:
-        """Wait until no mount is left. A task's master may outlive its mount, and its folder."""
+        """A task's master may outlive its mount, and its folder."""
         wait_until(lambda: not MountTable.read(self.state).roots)
 
     def publish(self, name: str = "mount", *, namespace: str = "team", **attributes: str) -> Path:
@@ -71,8 +68,7 @@ class MeasuredNode:
     def held(
         self, wanted: Callable[[list[HeldDataset]], object] = lambda _: True
     ) -> list[HeldDataset]:
-        """Wait until the node's list of its shares is complete and meets a condition. Returns the
-        shares."""
+        """Wait until the node's list of its shares is complete and meets a condition."""
         last: list[HeldDataset] = []
 
         def holds() -> object:
@@ -85,7 +81,7 @@ class MeasuredNode:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[MeasuredNode]:
-    """A node of a repository with a dataset of equal chunks. The test unpublishes its targets."""
+    """The test unpublishes its targets."""
     url, cache_root = (tmp_path / "store").as_uri(), tmp_path / "fast"
     with connect("pets", url, create=True) as dataset:
         for number in range(CHUNKS):

@@ -28,8 +28,7 @@ def users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Crede
 
 
 def traces_of(secret: str, plugin: Plugin) -> list[Path]:
-    """The places to search for a secret: the plugin's folder, and the arguments of all
-    processes."""
+    """Search the plugin's folder, and the arguments of all processes."""
     own = [path for path in plugin.folder.rglob("*") if path.is_file()]
     own = [path for path in own if "/root/" not in str(path)]
     found = [path for path in own if secret.encode() in path.read_bytes()]
@@ -71,8 +70,6 @@ def test_an_error_repeats_no_secret(
     code: Code,
     message: str,
 ) -> None:
-    """Errors of a server that refuses a key, of a dataset that does not exist under any name, and
-    of an unknown secret."""
     url, credentials = users
     attributes = {"dataset": dataset, "url": url}
     secrets = {"user": "trainer", "key": credentials.key_text, name: secret}

@@ -41,7 +41,6 @@ def volumes(url: str, tmp_path: Path) -> Iterator[NodeVolumes]:
 def test_a_later_pod_sees_the_later_version(
     url: str, volumes: NodeVolumes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Earlier pods keep theirs. If the current version is not known, the mount is shared."""
     monkeypatch.setattr(node, "VERSION_KNOWN_S", 0.0)
     targets = [tmp_path / str(number) for number in range(4)]
 

@@ -1,5 +1,4 @@
-"""The attributes of a volume, and the arguments that `dlcmd mount` gets for it. Nothing is
-mounted."""
+"""The attributes of a volume, and the arguments that `dlcmd mount` gets for it."""
 
 from dataclasses import replace
 
@@ -169,7 +168,6 @@ def test_a_rank_comes_from_the_pods_name(pod: str, rank: str, number: str) -> No
 
 
 def test_equal_volumes_have_one_key_and_others_do_not() -> None:
-    """Each other field makes another key; the pod's name alone does not."""
     here, secrets = {POD_NAMESPACE: "team"}, {"user": "u", "key": "k"}
     first = parsed({**here, POD_NAME: "a"}, secrets)
     key = first.key(NODE_KEY)

@@ -148,7 +148,6 @@ class MemoryCluster(Cluster):
                 del self.objects[key]
 
     def end_jobs(self, report: Json) -> None:
-        """All Jobs succeed, and their pods report this."""
         done = {"conditions": [{"type": "Complete", "status": "True"}]}
         for (kind, name), each in list(self.objects.items()):
             if kind == "Job" and "status" not in each:

@@ -38,7 +38,7 @@ async def deletion(cluster: MemoryCluster) -> list[object]:
 
 
 async def life_of_a_dataset(cluster: MemoryCluster) -> list[object]:
-    """A Dataset from its creation to its deletion; the states that were seen on the way."""
+    """Return the states that were seen on the way."""
     cluster.put(dataset({"reclaimPolicy": "Delete"}).raw)
     await settle(cluster, PETS)
     seen: list[object] = [cluster.of_kind("Job")]

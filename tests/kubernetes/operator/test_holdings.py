@@ -96,7 +96,7 @@ def test_a_report_of_too_many_datasets_names_the_largest_and_is_incomplete() -> 
 
 
 def raw_report(**changes: object) -> Json:
-    """A ConfigMap with a report, with some fields changed; None leaves a field out."""
+    """A change to None leaves a field out."""
     entry = {"namespace": "default", "identity": str(IDENTITY), "version": 7, "share": 50,
              "disk": 20, "used": False}  # fmt: skip
     entry |= {name: value for name, value in changes.items() if name in entry}
@@ -137,7 +137,6 @@ def test_a_malformed_report_is_refused_whole(changes: dict[str, object]) -> None
 
 
 def test_a_node_has_the_share_that_it_reports() -> None:
-    """Two nodes of a task: one has loaded less than its half, and one does not report."""
     pods = [reader_pod(name, task="t") for name in ("a", "b")]
     found = nodes_of(report("a", held(20, used=True)), pods=pods)
     assert found == [
@@ -186,7 +185,6 @@ def test_nodes_whose_other_pods_read_a_dataset_count() -> None:
 
 
 def test_shares_for_others_are_not_reported() -> None:
-    """Pods of another namespace, another dataset, or a Dataset without an identity."""
     strange = replace(held(80), namespace="others"), replace(held(80), identity=OTHER)
     assert nodes_of(report("a", *strange)) == []
     without = {name: value for name, value in READY.items() if name != "identity"}
@@ -272,7 +270,6 @@ async def test_reports_reach_their_datasets(caplog: pytest.LogCaptureFixture) ->
 
 
 async def test_a_node_that_begins_to_report_corrects_the_estimate() -> None:
-    """It reports that it holds nothing, so only the Dataset that names the node is concerned."""
     made = Operated()
     guess = {"name": "a", "state": "Cached", "share": 50, "keeps": True, "measured": False}
     made.cluster.put(dataset(status={**READY, "nodes": [guess]}).raw)

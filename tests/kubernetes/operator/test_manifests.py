@@ -85,7 +85,6 @@ def test_the_deployment_starts_the_program() -> None:
 
 
 def test_rights_are_no_wider_than_needed() -> None:
-    """No wildcard, no list of Secrets, no change of pods or nodes."""
     rules = [rule for each in MANIFESTS for rule in items(each, "rules")]
     assert rules
     for rule in rules:

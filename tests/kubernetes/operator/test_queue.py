@@ -24,7 +24,8 @@ def handled(
     *,
     later: Sequence[Key] = (),
 ) -> list[Key]:
-    """The first keys that are handled of those that were added, for now or for much later.
+    """Return the first `count` keys that are handled of those that were added, for now or for much
+    later.
 
     `answer` gets the keys that were handled, and returns when the last one comes again.
     """

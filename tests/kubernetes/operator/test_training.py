@@ -89,7 +89,6 @@ def test_a_job_waits_until_its_dataset_is_ready(found: list[DatasetObject], reas
 
 
 def test_nodes_are_chosen_when_the_datasets_are_ready_and_before_a_pod_is_made() -> None:
-    """The decision is in the status then."""
     assert decided(nodes=None).wants_survey
     assert not decided(datasets=[], nodes=None).wants_survey
     decision = decided()
@@ -313,8 +312,6 @@ def test_a_pod_requests_its_containers_together_or_its_largest_init_container() 
 
 
 def test_versions_are_pinned_at_admission() -> None:
-    """A Dataset that is prepared again, or deleted, changes nothing for a job that was admitted.
-    Missing ranks are made, and others left alone."""
     status = admitted()
     pods = in_phase(pods_of(decided(status=status))[:1], "Running")
     newer = dataset(status={**READY, "version": 8})

@@ -40,7 +40,6 @@ class Bench:
         self.now_s = 1.0
 
     def ask(self, **message: Value) -> Message:
-        """Send a message. Returns the answer; raises its error."""
         answer = self.messages.answer(message, self.now_s)
         if (error := parse_error(answer)) is not None:
             raise error
@@ -292,7 +291,7 @@ NAMES = st.sampled_from(
 
 @given(st.dictionaries(NAMES, VALUES | st.sampled_from(["announce", "replace", "value"])))
 def test_any_message_is_answered(message: Message) -> None:
-    """The answer is a result or a named error; handlers raise nothing else."""
+    """Handlers raise nothing but named errors."""
     body = msgpack.packb(message)
     try:
         read = unpack(body)

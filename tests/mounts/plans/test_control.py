@@ -97,8 +97,7 @@ def streams(control: Control) -> dict[str, dict[str, int]]:
 def test_requests_are_answered_during_a_push(
     tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each read of the store takes 8 s, so the push of 8 chunks lasts longer than an answer may. If
-    requests waited for its end, the first one would fail."""
+    """Each read of the store takes 8 s, so the push of 8 chunks lasts longer than an answer may."""
     url = (tmp_path / "store").as_uri()
     for chunk in range(8):
         put(url, {f"{chunk}-{number}": b"%d" % number * 9_000 for number in range(4)})
@@ -133,7 +132,6 @@ def test_long_epochs_are_split(at: Path, control: Control, monkeypatch: pytest.M
 
 @pytest.mark.only_session("native")
 def test_Z9_a_forked_child_has_a_connection_of_its_own(at: Path, control: Control) -> None:
-    """Parent and child may use it at the same time."""
     control.announce("both", [drawn(epoch=0, seed=1)])
     child = os.fork()
     if not child:
@@ -239,7 +237,7 @@ def test_a_mount_without_a_folder_for_the_socket_works_without_it(
 def test_a_mount_that_fails_leaves_no_control_socket(
     empty: MountRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may fail after the socket was made: here the mount point is removed meanwhile."""
+    """Here the mount point is removed after the socket was made."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "mount").mkdir()
     program = (sys.executable, "-c", REMOVES_ITS_PLACE, empty.mountpoint)
@@ -263,7 +261,7 @@ REMOVES_ITS_PLACE = """if True:
 
 @pytest.mark.only_session("native", "kernel", "pyfuse3")
 def test_the_worker_is_known_when_mount_returns(empty: MountRequest) -> None:
-    """Statistics have the worker's process number at once, even if the worker starts slowly."""
+    """The worker starts slowly."""
     with mounted(empty, (sys.executable, "-c", BEGINS_LATE)) as folder:
         found = stats(folder)
         assert figures(found, "residency")["pid"] in children_of(figures(found)["pid"])

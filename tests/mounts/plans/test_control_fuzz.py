@@ -1,8 +1,5 @@
 """Any bytes that a client sends to the control socket, at any time, get answers or end its
-connection.
-
-The socket is the real one, in this process; behind it is a real `PlanCommands` as the worker.
-"""
+connection."""
 
 import os
 import socket
@@ -99,8 +96,6 @@ class Client:
 
 
 class ServedSocket:
-    """A control socket, and a worker that carries out its requests."""
-
     def __init__(self, folder: Path, frame_deadline_s: float = DEADLINE_S) -> None:
         self._ours, self._theirs = socket.socketpair()
         self._link = WorkerLink(self._ours)
@@ -185,8 +180,7 @@ GARBAGE = [
     [*((frames, 0) for frames in WITHOUT_HELLO), *(([HELLO, STATS, each], 2) for each in GARBAGE)],
 )
 async def test_garbage_ends_its_connection(folder: Path, frames: list[bytes], answers: int) -> None:
-    """The messages before it are answered first. The socket does not wait for a frame that is too
-    long."""
+    """The messages before it are answered first."""
     served = ServedSocket(folder)
     async with served.serving(), served.connected() as client, served.connected() as other:
         is_too_long = frames[-1] in (GARBAGE[0], *WITHOUT_HELLO[1], *WITHOUT_HELLO[2])
@@ -223,7 +217,6 @@ async def test_internal_requests_are_only_refused(folder: Path, message: dict[st
 
 
 async def test_connections_keep_their_limit(folder: Path) -> None:
-    """Clients that have gone do not count."""
     served = ServedSocket(folder)
     async with served.serving(), AsyncExitStack() as stack:
         talking = [
@@ -248,7 +241,6 @@ async def test_connections_keep_their_limit(folder: Path) -> None:
 
 
 async def test_an_unfinished_frame_ends_the_connection(folder: Path) -> None:
-    """An idle connection may stay; one in the middle of a frame or of a hello may not."""
     served = ServedSocket(folder, frame_deadline_s=0.3)
     async with served.serving():
         for first, rest in ((HELLO[:3], HELLO[3:]), (b"", HELLO)):

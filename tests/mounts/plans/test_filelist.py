@@ -65,7 +65,6 @@ def test_bad_names_of_lists_are_refused(text: bytes) -> None:
 @each_row("snapshot", [dataset(5, 40), odd_dataset()])
 @each_row("name", [ListName(1, 2, 2), ListName(1, 3, 2, 1, 3), ListName(0, 0, 1, 6, 7)])
 def test_a_list_has_the_paths_of_its_order(snapshot: Snapshot, name: ListName) -> None:
-    """The size that was computed before the list was made is its size."""
     order = chunk_shuffle(
         snapshot, name.seed, name.epoch, group_size=name.group, rank=name.rank, world=name.world
     )
@@ -78,8 +77,6 @@ def test_a_list_has_the_paths_of_its_order(snapshot: Snapshot, name: ListName) -
 
 
 def test_a_newline_in_a_path_makes_two_lines_and_is_refused(tmp_path: Path) -> None:
-    """The newline may be in a file's own name or in a folder's. A folder without files does not
-    matter."""
     (tmp_path / "em\npty").mkdir()
     (tmp_path / "a").touch()
     assert PathLists(Snapshot(snapshot_of(tmp_path))).text(ListName(0, 0), nul=False).size
@@ -128,8 +125,6 @@ async def test_a_list_is_made_when_read_and_its_reading_is_reported() -> None:
 
 
 async def test_lists_keep_their_memory_limit(caplog: pytest.LogCaptureFixture) -> None:
-    """Lists that nobody waits for make room, and are made again; one that is too long is
-    refused."""
     snapshot = dataset(5, 40)
     size = PathLists(snapshot).size(ListName(0, 0))
     folder = HiddenFolder(snapshot, {}, Owner(0, 0), lists_bytes_max=2 * size)
@@ -162,7 +157,6 @@ async def test_lists_keep_their_memory_limit(caplog: pytest.LogCaptureFixture) -
 
 @pytest.fixture
 def at(tmp_path: Path, session: str) -> Iterator[Path]:
-    """A mount of a real dataset of several chunks, which shows the list of epoch 0 first."""
     url = (tmp_path / "store").as_uri()
     for chunk in range(5):
         numbers = range(300 * chunk, 300 * (chunk + 1))
@@ -187,8 +181,7 @@ def follow(at: Path, text: bytes) -> None:
 
 @pytest.mark.fuse
 def test_filelist_shows_the_next_epoch_once_its_files_have_been_read(at: Path) -> None:
-    """A training script reads the list, its files, and at once the list again. An open list
-    stays."""
+    """A training script reads the list, its files, and at once the list again."""
     path = at / ".diesel/filelist"
     nodes = set()
     with path.open("rb", buffering=0) as held:
@@ -209,7 +202,6 @@ def test_filelist_shows_the_next_epoch_once_its_files_have_been_read(at: Path) -
 @pytest.mark.fuse
 @pytest.mark.only_session("native", "kernel", "pyfuse3")
 def test_a_lookup_of_the_list_waits_for_the_latest_opens(at: Path) -> None:
-    """The worker may not have read their events yet."""
     worker = Processes.of(at).worker
     text = (at / ".diesel/filelist").read_bytes()
     middle = text[: len(text) // 2].rindex(b"\n") + 1
@@ -230,7 +222,7 @@ def test_a_lookup_of_the_list_waits_for_the_latest_opens(at: Path) -> None:
 
 @pytest.mark.fuse
 def test_lists_have_their_orders_and_stay_until_followed(at: Path, tmp_path: Path) -> None:
-    """Reads them again and again, by two readers at once, by cp, which reads the size that stat
+    """They are read again and again, by two readers at once, by cp, which reads the size that stat
     gave, and by the library."""
     hidden = at / ".diesel"
     for _ in range(3):
@@ -257,8 +249,7 @@ def test_lists_have_their_orders_and_stay_until_followed(at: Path, tmp_path: Pat
 @pytest.mark.fuse
 @pytest.mark.only_session("native", "kernel", "pyfuse3")
 def test_reading_a_list_pushes_its_files(at: Path) -> None:
-    """Looking at a list does not push. Each reading counts, also if the kernel has the list's
-    pages."""
+    """Each reading counts, also if the kernel has the list's pages."""
     path = at / ".diesel/shuffle/seed=9,epoch=0,group=2"
     assert path.stat().st_size
     time.sleep(1.0)  # by then a push would have begun
@@ -277,7 +268,6 @@ def residency(at: Path) -> Counter[str]:
 
 @pytest.mark.fuse
 def test_a_path_with_a_newline_needs_the_list_with_NUL(tree: LiveMount) -> None:
-    """The list by lines gives an error, and never a path that does not exist."""
     with pytest.raises(OSError, match=r".") as raised:
         (tree.at / ".diesel/filelist").read_bytes()
     assert raised.value.errno in (errno.EILSEQ, errno.EIO)
@@ -294,7 +284,6 @@ def test_a_path_with_a_newline_needs_the_list_with_NUL(tree: LiveMount) -> None:
 @pytest.mark.fuse
 @pytest.mark.only_session("native", "kernel", "pyfuse3")
 def test_a_lookup_that_waits_delays_no_other_request(at: Path) -> None:
-    """While the worker does not answer, look-ups of lists are late, and those of files are not."""
     (at / ".diesel/filelist").read_bytes()
     worker = Processes.of(at).worker
     os.kill(worker, signal.SIGSTOP)

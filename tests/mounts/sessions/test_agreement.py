@@ -80,8 +80,6 @@ def make_tree(root: Path, seed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """One tree: its source, and its mount points, by the session's name or `ext4`."""
-
     source: Path
     at: Mapping[str, Path]
 
@@ -172,9 +170,6 @@ def listed(path: bytes) -> object:
 
 
 def raw_listed(room_bytes: int) -> Call:
-    """The answers of getdents64(2) with a buffer of this size: inode numbers, offsets, types,
-    names."""
-
     def work(descriptor: int) -> object:
         room = ctypes.create_string_buffer(room_bytes)
         found = []
@@ -315,7 +310,6 @@ def whole(outcome: object, is_folder: bool) -> object:
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 @each_row("name", sorted(CALLS))
 def test_a_call_gives_the_same_over_both(trees: Trees, name: str, pair: tuple[str, str]) -> None:
-    """Values, order and errno agree on each path of the tree, but for the known differences."""
     noise = random.Random(name)
     below = paths_below(trees.source)
     paths = [path for path in below if not path.startswith(b"large/")]
@@ -338,8 +332,7 @@ def test_a_call_gives_the_same_over_both(trees: Trees, name: str, pair: tuple[st
 @pytest.mark.parametrize("pair", [("kernel", "pyfuse3"), ("kernel", "native")], ids=" and ".join)
 @each_row("room_bytes", [300, 1024, 4096, 65_536])
 def test_folders_are_listed_alike(trees: Trees, room_bytes: int, pair: tuple[str, str]) -> None:
-    """Entries, types, and, but for native mounts, inode numbers and offsets agree, also across the
-    parts of a large folder."""
+    """They agree across the parts of a large folder, too."""
     top = os.fsencode(trees.source)
     folders = [
         path
@@ -378,7 +371,6 @@ def test_contents_and_reads_at_any_offset_are_alike(trees: Trees) -> None:
 
 
 def test_files_of_several_extents_are_alike_at_their_edges(tmp_path: Path) -> None:
-    """Files of a real repository that span chunks, read around each boundary of page and extent."""
     url = (tmp_path / "store").as_uri()
     contents = {
         "several": random.Random(1).randbytes(11_000_003),
@@ -421,8 +413,6 @@ def test_sixteen_readers_have_sixteen_fetches_under_way(tmp_path: Path, session:
 def test_auto_falls_back_if_the_kernel_lacks_something(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pyfuse3 session serves then, the log gives the reason, and no other mount is left
-    below."""
     monkeypatch.setenv(LACKING, str(int(Flag.NO_OPENDIR_SUPPORT)))
     with mounting(source, tmp_path / "mount", "auto") as mounted:
         assert stats(mounted.at)["session"] == "pyfuse3"

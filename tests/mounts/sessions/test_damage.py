@@ -1,5 +1,4 @@
-"""Damaged entries, lost stores, killed readers: only reads of lost bytes fail, and others are
-right.
+"""Damaged entries, lost stores, killed readers: only reads of lost bytes fail.
 
 The datasets are real ones; the tests damage their chunks on the disk.
 """
@@ -45,8 +44,8 @@ class Stored:
 
     @contextmanager
     def damaged(self, content: bytes) -> Iterator[str]:
-        """Flip some bytes of this content in its chunk, yield the chunk's name, and mend them at
-        the end."""
+        """Flip some bytes of this content in its chunk, and mend them at the end. Yields the
+        chunk's name."""
         path, at = self.place(content)
         whole = path.read_bytes()
         middle = at + len(content) // 2
@@ -67,7 +66,6 @@ def replace(path: Path, content: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
-    """Small files in one chunk, and a large one in several."""
     store = tmp_path_factory.mktemp("damage") / "store"
     contents = {
         f"{number:02}": noise(number, SMALL_BYTES[number % len(SMALL_BYTES)])
@@ -122,7 +120,6 @@ ORDERS: dict[str, Callable[[list[str]], list[str]]] = {
 def test_a_damaged_entry_is_EIO_and_its_neighbours_are_whole(
     stored: Stored, session: str, tmp_path: Path, order: str, pushes: bool
 ) -> None:
-    """Read one after the other, with read-ahead, or in any order; and all once more."""
     expected = {**stored.contents, DAMAGED: errno.EIO}
     with (
         stored.damaged(stored.contents[DAMAGED]) as chunk,
@@ -154,9 +151,7 @@ def test_a_damaged_entry_is_SIGBUS_in_a_map_and_its_neighbours_are_whole(
 
 
 def test_one_damaged_extent_leaves_the_others(stored: Stored, session: str, tmp_path: Path) -> None:
-    """They can be read right after the failure. A read that crosses the boundary gets all bytes up
-    to it. The kernel repeats READs that failed, page by page; not each of them reaches the
-    store."""
+    """The kernel repeats READs that failed, page by page; not each of them reaches the store."""
     content = stored.contents["large"]
     with (
         stored.damaged(content[5_000_000:5_000_300]),
@@ -212,7 +207,6 @@ def kill(reader: subprocess.Popen[bytes]) -> None:
 def test_killed_readers_leave_no_zeros(
     session: str, tmp_path: Path, program: str, size: int
 ) -> None:
-    """Others that wait for the same pages, and later ones, get the right bytes."""
     source = tmp_path / "source"
     source.mkdir()
     content = noise(3, size)

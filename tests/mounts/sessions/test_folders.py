@@ -121,7 +121,6 @@ def test_H8_names_come_in_order_from_anywhere(many: tuple[Path, list[bytes]], se
 
 
 def test_H8_readers_at_once_get_all_entries(many: tuple[Path, list[bytes]]) -> None:
-    """They read one folder at different positions, and by `ls`."""
     at, inside = many
     one, two = Folder(at), Folder(at)
     found: tuple[list[bytes], list[bytes]] = ([], [])

@@ -70,8 +70,6 @@ def assert_same(source: Path, shown: Path) -> None:
 def test_the_tree_is_the_same_on_files_and_on_loop_devices(
     kernel: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loop devices are used only if files cannot be, and end with the mount; `.diesel` stays
-    hidden, and the mount's source is the dataset."""
     monkeypatch.setenv(KERNEL, kernel)
     with mounting(source, tmp_path / "mount", "native") as mounted:
         assert len(loops()) == (3 if kernel else 0)
@@ -107,7 +105,6 @@ def test_an_image_on_tmpfs_is_read_through_the_mount(
 def test_a_kernel_without_native_mounts_gives_an_error(
     kernel: str, words: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error has the reason, and nothing is left mounted."""
     monkeypatch.setenv(KERNEL, kernel)
     at = tmp_path / "mount"
     with pytest.raises(PermissionDenied, match=words) as caught:

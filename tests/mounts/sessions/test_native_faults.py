@@ -1,8 +1,5 @@
 """A native mount whose server stops or dies, or whose image is spoilt: no reader hangs, resident
-files stay readable, and the kernel logs no complaint.
-
-Files are *resident* when they lie in the kernel's page cache.
-"""
+files (those in the kernel's page cache) stay readable, and the kernel logs no complaint."""
 
 import json
 import os
@@ -95,8 +92,7 @@ def unpushed(
 
 
 def test_a_stopped_server_lets_resident_files_be_read(unpushed: tuple[LiveMount, int]) -> None:
-    """The tree stays readable, too. Other reads get an error when the watchdog has ended the
-    server."""
+    """The watchdog ends the server; then other reads get an error."""
     mounted, server = unpushed
     with silence(), locked_in_memory(*resident_paths(mounted)):
         os.kill(server, signal.SIGSTOP)
@@ -112,7 +108,6 @@ def test_a_stopped_server_lets_resident_files_be_read(unpushed: tuple[LiveMount,
 
 @pytest.mark.parametrize("victim", ["server", "supervisor", "all"])
 def test_resident_files_outlive_the_processes(unpushed: tuple[LiveMount, int], victim: str) -> None:
-    """Other reads, also waiting ones, fail at once, and mounting there again works."""
     mounted, server = unpushed
     pids = {"server": [server], "supervisor": [mounted.pid], "all": [mounted.pid, server]}[victim]
     with silence():
@@ -143,8 +138,6 @@ def kept_image() -> Path:
 
 @pytest.mark.parametrize("spoil", ["truncated", "overwritten", "removed"])
 def test_a_spoilt_image_hangs_no_reader(unpushed: tuple[LiveMount, int], spoil: str) -> None:
-    """Only its owner can write to it. Calls succeed or fail; the mount can be ended, and the next
-    one gets a new image."""
     mounted, _ = unpushed
     image = kept_image()
     size = image.stat().st_size

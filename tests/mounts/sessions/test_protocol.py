@@ -1,7 +1,6 @@
 """Requests that no kernel would send: each gets its error, and the session goes on.
 
-The tests play the kernel: the session's device is a socket. The dataset is the fixture `source`: a
-folder with the files `a` (5,000 bytes) and `b`.
+The tests play the kernel: the session's device is a socket.
 """
 
 import errno
@@ -69,8 +68,6 @@ def test_any_bytes_are_a_request_or_malformed(content: bytes) -> None:
 
 
 class Device:
-    """The kernel's side of a session whose device is a socket: one packet a message."""
-
     def __init__(self, source: Path) -> None:
         snapshot = Snapshot(snapshot_of(source))
         vfs = Vfs(snapshot, FolderReader(snapshot, source), Owner(0, 0), read_deadline_s=5.0)
@@ -86,7 +83,6 @@ class Device:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["Device"]:
-        """Run the session meanwhile; fails if it has ended."""
         with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.session.serve, lambda: None)
@@ -107,7 +103,7 @@ class Device:
         return unique, -error, found[OUT_HEADER.size :]
 
     async def ask(self, op: int, node: int, body: bytes = b"") -> tuple[int, bytes]:
-        """Send a request. Returns the errno and content of its reply."""
+        """Return the errno and content of the reply."""
         unique = next(self._unique)
         await self.send(message(op, unique, node, body))
         number, error, content = await self.reply()
@@ -173,7 +169,7 @@ async def test_a_read_gives_the_requested_bytes_up_to_the_end(device: Device, so
 
 
 async def test_a_read_that_is_held_waits_for_the_prefetch_worker(device: Device) -> None:
-    """The mount counts this wait as the worker's; the time after it is its own work."""
+    """The mount counts this wait as the worker's."""
     status = PushStatusMap(push_status_file(device.vfs.snapshot.entry_count))
     device.session.worker.attach(lambda _: None, lambda _: None, status)
     file = await device.node_of(b"a")
@@ -187,7 +183,6 @@ async def test_a_read_that_is_held_waits_for_the_prefetch_worker(device: Device)
 
 
 async def counted(device: Device, name: str) -> None:
-    """Wait until the session has counted such a READ."""
     for _ in range(10_000):
         if device.vfs.reads[name]:
             return
@@ -237,8 +232,8 @@ async def test_garbage_is_dropped(device: Device) -> None:
 async def test_an_interrupted_read_ends_only_when_its_thread_is_killed(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then it gets EINTR, once and at once, even after an earlier signal that it handles. Other
-    readers of the same bytes go on waiting."""
+    """It gets EINTR, once, even after an earlier signal that it handles. Other readers of the same
+    bytes go on waiting."""
     (source / "wait").write_bytes(b"w" * 5000)
     killed = {101}
     monkeypatch.setattr("diesel_fs.mounts.sessions.kernel.was_killed", killed.__contains__)
@@ -264,7 +259,7 @@ async def test_an_interrupted_read_ends_only_when_its_thread_is_killed(
 async def test_a_rejected_reply_becomes_EIO(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a reply is a bug; the request fails, and the session goes on."""
+    """Such a reply is a bug."""
     real = os.writev
     failed: list[int] = []
 

@@ -74,7 +74,7 @@ def test_the_worker_leaves_out_entries_whose_READ_is_held() -> None:
 
 
 def test_a_READ_of_an_entry_that_is_being_stored_is_not_held() -> None:
-    """Otherwise both would wait: the worker waits for the page that the READ has locked."""
+    """Otherwise both would wait: the worker for the page that the READ has locked."""
     server, worker = both_sides()
     assert not is_held(server, 4)  # not marked as soon
     worker.mark_soon(np.array([4, 5], np.uint32))
@@ -91,12 +91,7 @@ def test_a_number_that_is_no_entry_is_never_held() -> None:
     assert [is_held(server, entry) for entry in (-1, 1000, 1 << 62)] == [False] * 3
 
 
-# Handing over
-
-
 def waited(held: HeldRead, meanwhile: Callable[[], None] = lambda: None) -> bytes | None:
-    """What a held READ gets, if the worker does something after some steps."""
-
     async def wait() -> bytes | None:
         async def act() -> None:
             await trio.sleep(1.5 * HOLD_STEP_S)
@@ -110,7 +105,7 @@ def waited(held: HeldRead, meanwhile: Callable[[], None] = lambda: None) -> byte
 
 
 def test_a_held_READ_gets_its_bytes_from_the_worker() -> None:
-    """It wants a part of the file; the worker has another part, which is the larger one."""
+    """The worker has another part of the file than the READ wants, which is the larger one."""
     server, worker = both_sides()
     worker.mark_soon(np.array([5], np.uint32))
     content = os.urandom(5_000)
@@ -176,7 +171,6 @@ def test_a_READ_that_cannot_get_its_bytes_is_answered_by_the_server(
 
 
 def test_bytes_that_come_after_the_end_of_a_hold_go_to_no_other_READ() -> None:
-    """The slot is used again. So are bytes that are damaged on the way."""
     server, worker = both_sides()
     worker.mark_soon(np.array([5, 6], np.uint32))
     before = hold(server, 5, whole(1))
@@ -192,7 +186,6 @@ def test_bytes_that_come_after_the_end_of_a_hold_go_to_no_other_READ() -> None:
 
 
 def test_there_are_slots_for_some_READs() -> None:
-    """The others are held, and then answered by the server."""
     server, worker = both_sides()
     worker.mark_soon(np.arange(100, dtype=np.uint32))
     some = [hold(server, entry, whole(entry)) for entry in range(READ_SLOTS + 1)]
@@ -240,8 +233,6 @@ def held_s(steps: int, *, pushed_at: int = 1000, is_slow: bool = False) -> float
 
 
 def test_a_READ_is_held_while_the_worker_makes_progress() -> None:
-    """Without progress it is held for some steps. It is never held longer than some
-    milliseconds."""
     assert abs(held_s(0) - STILL_STEPS * HOLD_STEP_S) < 1e-9
     assert STILL_STEPS * HOLD_STEP_S < held_s(3) < HOLD_STEPS * HOLD_STEP_S
     assert abs(held_s(200) - HOLD_STEPS * HOLD_STEP_S) < 1e-9
@@ -252,6 +243,5 @@ def test_a_READ_is_not_held_after_its_entry_was_pushed() -> None:
 
 
 def test_a_READ_is_held_until_its_contents_arrive_from_a_slow_store() -> None:
-    """The worker makes no progress meanwhile. After a second the server reads by itself."""
     assert held_s(10, pushed_at=8, is_slow=True) < 10 * HOLD_STEP_S
     assert abs(held_s(0, is_slow=True) - SLOW_HOLD_STEPS * HOLD_STEP_S) < 1e-9

@@ -24,7 +24,6 @@ FAULTS = ("missing", "keyerror", "oserror", "memory", "group", "exit", "short")
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[LiveMount]:
-    """A mount in which some files cannot be read, and reads of some wait."""
     source = tmp_path_factory.mktemp("faulty") / "source"
     source.mkdir()
     for name in (*FAULTS, "good", *(f"wait{i}" for i in range(WAITING))):
@@ -50,7 +49,6 @@ def errno_of(path: Path) -> int:
 
 @each_row("fault", FAULTS)
 def test_H5_a_fault_in_a_read_is_EIO_and_a_log_line(faulty: LiveMount, fault: str) -> None:
-    """The log names dataset, path and chunk."""
     assert errno_of(faulty.at / fault) == errno.EIO
     assert (faulty.at / "good").read_bytes() == b"good" * REPEATED
     lines = [line for line in log_of(faulty).splitlines() if f"folder/{fault}" in line]
@@ -73,7 +71,6 @@ def test_H5_a_fault_in_a_handler_is_EIO_and_the_mount_lives(faulty: LiveMount, f
 
 
 def test_a_waiting_read_delays_no_other_and_ends_in_time(faulty: LiveMount, session: str) -> None:
-    """Reads from a store that does not answer get EIO at the deadline; others go on meanwhile."""
     found: list[int] = []
     readers = [
         threading.Thread(target=lambda i=i: found.append(errno_of(faulty.at / f"wait{i}")))
@@ -98,8 +95,7 @@ def test_a_waiting_read_delays_no_other_and_ends_in_time(faulty: LiveMount, sess
     assert 0.9 * deadline_s < waited_s < most * deadline_s, "the reader waited for two deadlines"
 
     def is_logged() -> bool:
-        """Whether such a line is logged. After some of a kind, lines may be left out, but later
-        ones are not."""
+        """After some lines of a kind, others may be left out, but later ones are not."""
         if f"no answer within {deadline_s:g} s" in log_of(faulty):
             return True
         assert errno_of(faulty.at / "wait0") == errno.EIO

@@ -25,7 +25,6 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 async def test_requests_that_keep_coming_take_few_turns_of_trio(pipe: tuple[int, int]) -> None:
-    """A request that is there is returned without a turn of trio, except now and then."""
     os.write(pipe[1], b"request")
     stand_in, requests, turns = TrioStandIn(RequestWait(lambda: True)), 0, 0
 

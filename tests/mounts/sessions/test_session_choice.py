@@ -54,7 +54,6 @@ def notes(found: dict[str, object]) -> str:
 
 
 def test_the_best_session_that_works_is_taken(source: Path, tmp_path: Path) -> None:
-    """For root on this kernel that is the native one, without a note."""
     with mounting(source, tmp_path / "mount") as mounted:
         found = stats(mounted.at)
     assert found["session"] == "native"
@@ -77,7 +76,6 @@ def test_a_kernel_without_the_best_gets_the_next_best(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The log and the statistics give the reason; it is no warning."""
     monkeypatch.setenv(KERNEL, kernel)
     with mounting(source, tmp_path / "mount") as mounted:
         found = stats(mounted.at)
@@ -91,7 +89,6 @@ def test_a_kernel_without_the_best_gets_the_next_best(
 
 @pytest.mark.usefixtures("device_for_all")
 def test_an_ordinary_user_gets_the_kernel_session(open_place: Path) -> None:
-    """Only root may mount EROFS. One line of the log gives this reason."""
     found, log = mounted_as(open_place, "auto", *as_user())
     assert found["session"] == "kernel"
     assert "it needs root" in notes(found)

@@ -28,8 +28,6 @@ def tried(attempt: Callable[[int], None], tries: int = 3) -> None:
 
 @dataclass
 class FollowedMount:
-    """A repository, and a mount that follows the dataset `ds` of it."""
-
     url: str
     at: Path
     log: Path
@@ -45,7 +43,7 @@ class FollowedMount:
         return connect("ds", self.url, user, key, create=create)
 
     def put(self, files: dict[str, bytes], gone: tuple[str, ...] = ()) -> int:
-        """Delete and put files, each in a chunk of its own. Returns the version then."""
+        """Return the new version. Each file is in a chunk of its own."""
         with self.connected(create=True) as dataset:
             for path in gone:
                 dataset.delete(path, recursive=True)
@@ -100,11 +98,8 @@ class FollowedMount:
 
     @contextmanager
     def served_by_page_cache(self) -> Iterator[None]:
-        """Assert that reads meanwhile are served by pages that the kernel keeps.
-
-        The machine may take idle pages away (see `tried`), mostly single ones; a file whose pages
-        were dropped is read whole.
-        """
+        """Assert that reads meanwhile are served by the kernel's pages, except for single ones that
+        the machine may take away (see `tried`)."""
         before = self.read_bytes()
         yield
         assert self.read_bytes() - before < FILE_BYTES // 2

@@ -97,7 +97,6 @@ def switch(followed: FollowedMount, number: int) -> None:
 def test_no_process_of_a_mount_grows_between_five_and_fifty_switches(
     tmp_path: Path, runtime: Path, session: str, task: str
 ) -> None:
-    """Descriptors, threads, mappings and memory of the server, worker, supervisor and master."""
     followed = begin(tmp_path, session)
     options = TaskOptions(task=task, rank=0, world=1) if task else TaskOptions()
     followed.request = replace(followed.request, task_options=options, memory_bytes=MEMORY_BYTES)

@@ -105,8 +105,6 @@ class OpenFile:
 def test_after_each_switch_the_mount_is_the_tree(
     session: str, tmp_path_factory: pytest.TempPathFactory, steps: list[dict[str, Entry | None]]
 ) -> None:
-    """Unchanged entries keep their nodes; changed ones get new ones, except in a native mount; open
-    files stay as they were."""
     base = tmp_path_factory.mktemp("model")
     (at := base / "mount").mkdir()
     url, source = (base / "store").as_uri(), base / "source"

@@ -75,7 +75,6 @@ def put_number(followed: FollowedMount, number: int) -> None:
 
 @pytest.mark.deep
 def test_readers_meet_one_whole_version_at_any_time(followed: FollowedMount) -> None:
-    """8 readers read all the time during 20 switches."""
     put_number(followed, 0)
     command = [sys.executable, "-c", READER, str(followed.at), str(FILES_EACH)]
     readers = [
@@ -95,7 +94,6 @@ def test_readers_meet_one_whole_version_at_any_time(followed: FollowedMount) -> 
 
 
 def test_a_working_folder_stays_in_the_old_version(followed: FollowedMount) -> None:
-    """So do files that are opened from it; no process knows its path any more."""
     program = """if True:
         import os, sys
         os.chdir(sys.argv[1])
@@ -119,8 +117,6 @@ def test_a_working_folder_stays_in_the_old_version(followed: FollowedMount) -> N
 
 @pytest.mark.parametrize("what", fast_first(["file", "mapping", "working folder"]))
 def test_open_files_of_an_old_version_are_busy(followed: FollowedMount, what: str) -> None:
-    """The error names the process. With `--lazy`, the mount goes at once, and the daemon with its
-    last user."""
     program = """if True:
         import mmap, os, sys
         at, what = sys.argv[1:]
@@ -152,7 +148,6 @@ def test_open_files_of_an_old_version_are_busy(followed: FollowedMount, what: st
 
 
 def test_a_mount_in_the_way_postpones_the_switch(followed: FollowedMount, tmp_path: Path) -> None:
-    """It may be on the mount point, or inside. The log reports it once."""
     at, other = followed.at, tmp_path / "other"
     other.mkdir()
     for place, trouble in ((at, "another file system"), (at / "d", "is mounted inside")):
@@ -168,7 +163,6 @@ def test_a_mount_in_the_way_postpones_the_switch(followed: FollowedMount, tmp_pa
 
 
 def test_a_bind_mount_keeps_its_version(followed: FollowedMount, tmp_path: Path) -> None:
-    """So does a mount namespace that gets no mounts of this one."""
     with bound(followed.at, tmp_path / "elsewhere", "--make-private") as elsewhere:
         followed.change({"changed": noise(60)}, gone=("gone",))
         followed.change({"changed": noise(61)})
@@ -198,7 +192,6 @@ def test_a_mount_namespace_with_propagation_switches_too(tmp_path: Path) -> None
 
 
 def test_resident_files_survive_a_switch_without_the_store(prepared: FollowedMount) -> None:
-    """Small files, and one of several chunks. The first version then ends."""
     contents = {f"many/{number:03}": noise(number) for number in range(200)}
     contents["large"] = random.Random(3).randbytes(9 << 20)
     put(prepared.url, contents)
@@ -245,7 +238,7 @@ UNMOUNTS: Mapping[str, Callable[[Path, int], object]] = {
 def test_an_umount_during_a_switch_removes_both_trees(
     prepared: FollowedMount, moment: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All processes end. A switch is made to take longer here than it does."""
+    """A switch is made to take longer here than it does."""
     monkeypatch.setenv(DIES, "nobody")
     monkeypatch.setenv(MOMENT, moment)
     with mounted(prepared.request, OTHER_KERNEL):
@@ -265,7 +258,6 @@ def test_an_umount_during_a_switch_removes_both_trees(
 def test_a_kernel_that_puts_no_mount_beneath_another_keeps_its_version(
     prepared: FollowedMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log and the statistics report it once; everything else goes on."""
     monkeypatch.setenv(KERNEL, "no-mounts-beneath")
     with mounted(prepared.request, OTHER_KERNEL):
         prepared.put({"0new": b"0"})

@@ -45,7 +45,6 @@ READERS = """if True:
 
 @contextmanager
 def reading(followed: FollowedMount) -> Iterator[None]:
-    """Processes that list, look up and read meanwhile; none of them may hang."""
     command = [sys.executable, "-c", READERS, str(followed.at)]
     readers = [subprocess.Popen(command) for _ in range(2)]
     try:
@@ -76,7 +75,7 @@ def test_no_process_hangs_when_one_of_the_mount_is_killed_during_a_switch(
     prepared: FollowedMount, moment: str, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed after a part of the notifications, and the server sends the rest for the worker;
-    or while there are two trees. Then one umount takes all away."""
+    or while there are two trees."""
     followed = prepared
     put(followed.url, many_names(3000, "a"))
     monkeypatch.setenv(DIES, victim)
@@ -112,7 +111,6 @@ def test_no_process_hangs_when_one_of_the_mount_is_killed_during_a_switch(
 
 @pytest.mark.deep
 def test_readers_get_no_error_but_ENOENT_during_switches(followed: FollowedMount) -> None:
-    """Half of the names come and go; an open file is read whole, from one version."""
     at = followed.at
     followed.change({f"many/s{number}": noise(number, 5000) for number in range(40)})
     wrong: list[object] = []

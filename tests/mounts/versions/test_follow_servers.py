@@ -84,8 +84,6 @@ def check_following(prepared: FollowedMount) -> None:
 def test_a_mount_follows_through_a_server_that_is_killed_and_comes_back(
     prepared: FollowedMount, server: ServerWithRedis
 ) -> None:
-    """Its Redis may go away, too. Meanwhile files in memory can be read. The mount has a lease on
-    each version that it serves."""
     with mounted(prepared.request):
         held = os.open(prepared.at / "d/gone", os.O_RDONLY)
         check_following(prepared)
@@ -166,7 +164,6 @@ def test_a_node_fetches_a_snapshot_from_a_server_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second mount only requests the number of the current version."""
     with prepared.connected() as dataset:
         for number in range(3000):
             dataset.put(b"", f"many/{number:05}")
@@ -203,7 +200,6 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 def test_a_mount_follows_with_its_metadata_in_a_redis(
     redis: RedisServer, tmp_path: Path, session: str
 ) -> None:
-    """While Redis is away, the snapshots in the store show which version is the newest."""
     prepared = begin(tmp_path, session, f"{(tmp_path / 'store').as_uri()}?meta={redis.url}")
     with mounted(prepared.request):
         check_following(prepared)

@@ -9,8 +9,6 @@ VERSIONS = 15
 
 
 class Store:
-    """Opens readers, and knows which are open."""
-
     def __init__(self) -> None:
         self.open: set[int] = set()
         self.most = 0

@@ -20,8 +20,6 @@ def version(number: int) -> Snapshot:
 
 
 class LeasingSource(MountSource):
-    """A source that records the leases, and whose store can be away."""
-
     def __init__(self) -> None:
         self.is_away = False
         self.held: list[int] = []
@@ -57,7 +55,6 @@ def test_the_leases_are_on_the_given_versions(leases: VersionLeases, source: Lea
 def test_a_lease_that_failed_is_tried_again(
     leases: VersionLeases, source: LeasingSource, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The store is away for a moment, which is logged once."""
     caplog.set_level("INFO")
     leases.set_versions([version(1)])
     source.is_away = True

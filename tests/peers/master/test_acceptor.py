@@ -1,8 +1,7 @@
 """The accepting end of connections between masters: which connectors are let in, how the control
-plane answers, and when a connection ends. F7, S1, S2, S12: connectors that are no masters, or
-violate the protocol. S3, S4: TLS, and a process between two masters, which is detected.
+plane answers, and when a connection ends.
 
-Its data plane has tests of its own (`test_data_plane.py`), and so have bad requests.
+Its data plane (`test_data_plane.py`) and bad requests have tests of their own.
 """
 
 import os
@@ -87,8 +86,6 @@ async def test_an_answer_that_fails_is_a_status_and_the_connection_goes_on(
 
 
 async def test_F6_refusals_have_the_reason(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    """The reasons are another task's secret, another dataset, another version and another rank.
-    They are logged, without the secrets."""
     caplog.set_level("DEBUG")
     other = replace(me(0).task, name="other")
     for mine, to, why in (
@@ -223,8 +220,6 @@ async def test_S1_F7_only_a_small_hello_is_read_before_the_proof(
 
 
 async def test_S2_replayed_and_reflected_proofs_are_rejected(node: Node) -> None:
-    """A connector sends a hello twice, or sends the acceptor's own proof back."""
-
     def hello(nonce: bytes, own: bytes, *, is_reflected: bool = False) -> bytes:
         sent = Hello(0, False, bytes(16), 1, me(0).identity, 3, own)
         proofs = Proofs(SECRET, nonce, NO_BINDING, me(0).task.digest, sent)
@@ -289,8 +284,7 @@ async def test_F7_slow_loris_a_byte_a_second_is_late(node: Node, jumping_clock: 
 async def test_S12_connections_without_a_hello_are_limited_and_do_not_block_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The oldest are closed: a real master's hello takes milliseconds. The log does not grow with
-    their number."""
+    """A real master's hello takes milliseconds, so the oldest connections are closed."""
     async with answering(pending_handshakes_max=40, pending_handshakes_per_address=10) as node:
         held = [await open_raw(node.port) for _ in range(300)]
         before = time.perf_counter()
@@ -354,8 +348,7 @@ async def secure(answers: FakeAnswers) -> AsyncIterator[Node]:
 
 @each_row("digest", [THEIRS.digest, b""])
 async def test_masters_talk_over_TLS(digest: bytes, secure: Node) -> None:
-    """The peer's digest is registered, or only the proofs are bound to the certificate
-    (`--peers`)."""
+    """Without a registered digest (`--peers`), only the proofs are bound to the certificate."""
     secure.answers.hold()
     secure.answers.ready = wait_for(0.002)
     async with connected_peer(secure.port, me(0, MINE), digest) as peer:
@@ -405,8 +398,7 @@ async def between(port: int, *, to_tls: bool) -> AsyncIterator[tuple[int, list[b
 async def test_S3_S4_another_certificate_is_refused(
     known: bool, to_tls: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A registered digest shows it before the first byte; otherwise the proofs do, which a process
-    in the middle cannot make."""
+    """A registered digest shows it before the first byte; otherwise the proofs do."""
     theirs = me(1, THEIRS if to_tls else None)
     async with answering(theirs) as node, between(node.port, to_tls=to_tls) as (port, received):
         async with connected_peer(port, me(0, MINE), THEIRS.digest if known else b"") as peer:
@@ -424,8 +416,6 @@ async def test_S3_S4_another_certificate_is_refused(
 
 
 async def test_S3_TLS_cannot_be_downgraded_to_plaintext(node: Node, secure: Node) -> None:
-    """No master speaks without TLS to one with a registered certificate, or when it has a
-    certificate itself."""
     for there, mine, digest in (
         (node, me(0, MINE), THEIRS.digest),
         (node, me(0, MINE), b""),
@@ -457,7 +447,6 @@ async def test_S3_F7_plaintext_and_old_TLS_are_refused(
 
 
 async def test_S3_a_proof_is_bound_to_the_certificate(secure: Node) -> None:
-    """A connector that has the secret, but has seen another certificate, is refused."""
     for binding in (THEIRS.digest, BETWEEN.digest, NO_BINDING):
         raw_peer = await open_raw(secure.port, client_context())
         reply = await raw_peer.handshake(me(0), binding=binding)

@@ -1,6 +1,5 @@
 """When a node ends its TLS connection to another node's master, in any way and at any byte, the
-other end notices at once: no reader waits, and no thread runs without end.
-"""
+other end notices at once."""
 
 import os
 import socket

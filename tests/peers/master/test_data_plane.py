@@ -1,8 +1,6 @@
 """The data plane on real sockets: answers from memory, requests that it leaves to the control
 plane, its limits, and the ends of connections. Also its table of chunks, and random requests
-against a plain list of bytes; these are packed and parsed independently, from the description in
-PEERS.md.
-"""
+against a plain list of bytes; these are packed and parsed independently, from PEERS.md."""
 
 import random
 import socket
@@ -65,8 +63,8 @@ def test_parts_in_memory_come_in_order(kind: str, records: list[tuple[int, int, 
 def send_all(
     end: socket.socket, stream: bytes, before: threading.Thread | None = None
 ) -> threading.Thread | None:
-    """Send in a thread, behind the bytes of the thread `before`. With TLS, send at once, since its
-    sockets are for one thread: the kernel has room for the answers."""
+    """Send in a thread, behind the bytes of the thread `before`. With TLS, whose sockets are for
+    one thread, send at once: the kernel has room for the answers."""
 
     def send() -> None:
         if before is not None:
@@ -83,7 +81,6 @@ def send_all(
 
 @each_row("kind", KINDS)
 def test_requests_beyond_a_turn_are_answered_in_their_order(kind: str) -> None:
-    """They are sent at once, many in each buffer, some cut by its end."""
     with running_plane() as plane:
         end = plane.connect_as(kind)
         chance = random.Random(1)
@@ -137,7 +134,6 @@ def test_S12_endless_requests_of_one_connection_do_not_delay_others(kind: str) -
 
 
 def test_an_answer_leaves_as_fast_as_its_reader_takes_it(plane: Plane) -> None:
-    """The kernel has small buffers here; further requests wait."""
     end = plane.connect(send_buffer=50_000)
     records = [(2, i * 11_000, 10_000) for i in range(100)]
     for number in range(3):
@@ -204,7 +200,6 @@ def test_absent_chunks_are_left_to_the_control_plane_and_answered_in_any_order(k
 def test_the_bytes_in_flight_of_a_connection_are_limited(
     kind: str, count: int, record: tuple[int, int, int], in_flight: int
 ) -> None:
-    """Further requests stay in the socket, at no cost; other connections are answered."""
     with running_plane() as plane:
         end = plane.connect_as(kind)
         del plane.table.views[record[0]]
@@ -320,7 +315,6 @@ def test_F7_a_reader_that_takes_no_answers_is_disconnected_and_its_memory_releas
 def test_F7_a_slow_reader_keeps_its_connection(
     monkeypatch: pytest.MonkeyPatch, plane: Plane
 ) -> None:
-    """It takes longer than the grace time, but more than the least rate."""
     monkeypatch.setattr(data_plane, "GRACE_S", 0.3)
     monkeypatch.setattr(data_plane, "_CHECK_S", 0.05)
     end = plane.connect(send_buffer=50_000)
@@ -334,7 +328,6 @@ def test_F7_a_slow_reader_keeps_its_connection(
 
 
 def test_F7_slow_loris_byte_by_byte_is_late(monkeypatch: pytest.MonkeyPatch, plane: Plane) -> None:
-    """A request must arrive within its time, even after a long idle time."""
     monkeypatch.setattr(data_plane, "GRACE_S", 0.6)
     monkeypatch.setattr(data_plane, "_CHECK_S", 0.05)
     request = read_request(1, *[SMALL] * 9)
@@ -429,7 +422,6 @@ def test_an_error_ends_its_connection_alone(caplog: pytest.LogCaptureFixture, pl
 
 
 def test_a_view_that_is_being_sent_outlives_its_chunk(plane: Plane) -> None:
-    """The control plane drops a chunk while its bytes are sent."""
     end = plane.connect(send_buffer=50_000)
     end.sendall(read_request(1, (2, 0, 6 << 20)))
     exactly(end, wire.HEAD_BYTES + 1)

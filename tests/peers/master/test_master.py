@@ -1,6 +1,5 @@
 """Several masters in one loop: which node gives a chunk, and the consequences when members come and
-go.
-"""
+go."""
 
 import socket
 import threading
@@ -46,8 +45,6 @@ SOURCE_HERE, SOURCE_NONE = -1, -2
 
 
 class Reads(ReadWrapper):
-    """A store that counts reads by master."""
-
     def __init__(self, inner: ObjectStore) -> None:
         super().__init__(inner)
         self.of: Counter[str] = Counter()
@@ -108,8 +105,11 @@ class RecordingCache(NodeCache):
 
 
 class Task:
-    """A dataset, and masters that read it. `ttl_s` is how long registrations last. `flushed` has
-    what caches wrote to disk at the end: the chunks to write first, and all chunks of the node."""
+    """A dataset, and masters that read it.
+
+    `ttl_s` is how long registrations last. `flushed` has what caches wrote to disk at the end:
+    the chunks to write first, and all chunks of the node.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.url = (folder / "store").as_uri()
@@ -179,8 +179,8 @@ class Task:
         self._lives[rank].cancel()
 
     async def check(self, node: Master, *, given: bool = True) -> Counter[int]:
-        """Read a part of each chunk through a master as its client, and compare. Returns how many
-        parts came from each source."""
+        """Read a part of each chunk through a master as its client, and compare. Returns the number
+        of parts from each source."""
         snapshot, owner = node.snapshot, node.owner
         records = [(chunk, 100 + chunk, 20_000) for chunk in range(snapshot.chunk_count)]
         statuses, views = await node.answer(node.rank, parts(*records), load=True, through=True)
@@ -208,7 +208,6 @@ def members(*nodes: Master) -> Callable[[], bool]:
 
 
 async def test_F10_the_store_is_read_once_for_any_number_of_nodes(task: Task) -> None:
-    """All of them may miss a chunk at once. No node holds another node's chunk."""
     async with task.nodes(3) as nodes:
         async with trio.open_nursery() as nursery:
             for node in nodes * 3:
@@ -318,8 +317,7 @@ async def test_members_stay_while_the_registry_cannot_be_reached(task: Task) -> 
 
 
 async def test_C3_members_have_a_TTL_to_renew(task: Task, caplog: pytest.LogCaptureFixture) -> None:
-    """Redis has lost all registrations, and each master renews in its own time. One that does not
-    renew within a TTL is gone; one that leaves or is replaced, at once."""
+    """Redis has lost all registrations, and each master renews in its own time."""
     caplog.set_level("INFO", "diesel.task")
     task.ttl_s = 2.0
     async with task.nodes(4) as [a, *_]:
@@ -514,8 +512,7 @@ async def test_a_request_for_a_chunk_in_memory_waits_for_no_other_node(task: Tas
 async def test_masters_wait_longer_for_many_chunks_of_a_slow_store_than_for_one(
     task: Task, count: int, status: int
 ) -> None:
-    """Otherwise the reader would read all of them from the store itself, which has begun to give
-    them."""
+    """Otherwise the reader would read all of them from the store itself."""
     async with task.nodes(1) as [node]:
         task.reads.pause.clear()
         wanted = parts(*((chunk, 0, 20_000) for chunk in range(count)))

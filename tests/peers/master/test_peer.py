@@ -54,7 +54,6 @@ async def test_parts_in_memory_come_at_once(peer: Peer, node: Node) -> None:
 async def test_parts_are_at_their_offsets(
     pattern: list[int], answers: FakeAnswers, peer: Peer
 ) -> None:
-    """Absent parts leave gaps between them."""
     answers.hold(absent={1})
     records = [(0 if each else 1, i * 7, 100 + i % 11) for i, each in enumerate(pattern)]
     wanted = [GIVEN if each else ABSENT for each in pattern]
@@ -75,7 +74,6 @@ async def test_reads_beyond_the_limits_are_split(peer: Peer, node: Node) -> None
 
 
 async def test_many_reads_get_their_own_parts(answers: FakeAnswers, node: Node, peer: Peer) -> None:
-    """They come from memory or are fetched, are small and large, and are answered in any order."""
     chance = random.Random(1)
 
     async def some_time() -> None:
@@ -132,8 +130,7 @@ async def test_small_reads_go_on_beside_large_ones(peer: Peer) -> None:
 
 
 async def test_nothing_is_written_into_the_buffer_of_an_abandoned_read() -> None:
-    """The remainder of an answer that was just arriving is not, either. The next answer is right
-    again."""
+    """The remainder of an answer was just arriving."""
     go_on = trio.Event()
     whole = content(2, 0, 4 << 20)
 
@@ -194,8 +191,6 @@ async def test_WORKING_extends_the_deadline_once() -> None:
 
 
 async def test_F2_a_peer_that_stops_after_WORKING_is_soon_paused(jumping_clock: MockClock) -> None:
-    """The reader waits after WORKING; later requests count as failures."""
-
     async def behave(raw_peer: RawPeer) -> None:
         for _ in range(8):
             head = await raw_peer.request()
@@ -285,7 +280,6 @@ async def test_a_closed_connection_is_replaced(peer: Peer, node: Node) -> None:
 async def test_a_peer_with_a_slow_store_has_not_failed(
     jumping_clock: MockClock, answers: FakeAnswers, peer: Peer
 ) -> None:
-    """It answers WORKING, and meanwhile gives parts from memory."""
     answers.hold(absent={1})  # never ready
     await read(peer, SMALL)
     answers.ready = wait_for(30)

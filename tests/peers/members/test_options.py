@@ -28,8 +28,6 @@ SECRET = "canary-71aa-and-long-enough"  # noqa: S105  # of these tests alone
 
 
 class Call(Protocol):
-    """`connect` or `mount` of a dataset that exists."""
-
     def __call__(self, **words: object) -> object: ...
 
 

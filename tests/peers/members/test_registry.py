@@ -82,8 +82,8 @@ def test_masters_see_each_other(place: RedisPlace) -> None:
 
 
 def test_C3_F8_masters_register_again_after_redis_lost_everything(place: RedisPlace) -> None:
-    """Each learns once that it was forgotten. The newer of two instances of a rank is known, though
-    the older one, which may have been stopped for some time, renews first."""
+    """The newer of two instances of a rank is known, though the older one, which may have been
+    stopped for some time, renews first."""
     masters = [(place.registry(), master(rank)) for rank in range(3)]
     for registry, me in masters:
         assert not registry.renew(me).was_forgotten
@@ -116,8 +116,8 @@ def test_a_change_of_a_master_is_seen(place: RedisPlace) -> None:
 
 
 def test_members_are_sent_only_when_they_changed(place: RedisPlace) -> None:
-    """Thousands of masters renew every two seconds: changes are worth sending, all members each
-    time are not. A registration without an answer may be repeated."""
+    """Thousands of masters renew every two seconds. A registration without an answer may be
+    repeated."""
     tasks = place.open()
     joined = tasks.join(TASK, master(0), MemberRecord())
     assert tasks.join(TASK, master(0), MemberRecord()) == joined
@@ -131,7 +131,6 @@ def test_members_are_sent_only_when_they_changed(place: RedisPlace) -> None:
 
 
 def test_F1_registrations_expire_and_leave_nothing(place: RedisPlace) -> None:
-    """So does that of a master that was killed."""
     stays, goes = place.registry(ttl_s=0.5), place.registry(ttl_s=0.5)
     goes.renew(master(1))
     assert ranks(stays.renew(master(0))) == [0, 1]
@@ -163,7 +162,6 @@ def test_S2_the_last_leave_deletes_everything_and_ends_the_secret(place: RedisPl
 
 
 def test_F8_the_newer_instance_of_a_rank_wins(place: RedisPlace) -> None:
-    """It learns the address of the older one once. A registry may be used for the next instance."""
     older, newer, other = (place.registry() for _ in range(3))
     assert older.renew(master(0, 10)).replaced_address == ""
     other.renew(master(1))
@@ -183,7 +181,6 @@ def test_F8_the_newer_instance_of_a_rank_wins(place: RedisPlace) -> None:
 
 
 def test_a_new_instance_is_newer_even_if_the_clock_jumped_back(place: RedisPlace) -> None:
-    """Redis's clock has gone back since the older instance registered."""
     tasks = place.open()
     ahead = MemberRecord(since=1 << 51)
     assert tasks.join(TASK, master(0, 10), ahead).since == 1 << 51
@@ -210,7 +207,6 @@ def test_a_clock_that_jumped_back_extends_no_registration(alone: RedisPlace) -> 
 def test_while_redis_is_away_renewals_fail_and_afterwards_the_task_goes_on(
     breakable: tuple[RedisServer, RedisPlace],
 ) -> None:
-    """It keeps its secret. A master may also be started meanwhile."""
     server, place = breakable
     registry, late = place.registry(), place.registry()
     before = registry.renew(master(0))
@@ -260,7 +256,6 @@ def test_the_masters_are_limited(place: RedisPlace, monkeypatch: pytest.MonkeyPa
 
 
 def test_all_masters_at_once(place: RedisPlace) -> None:
-    """The secret is made once, and no registration is lost."""
     count = 40
     registries = [place.registry() for _ in range(count)]
     barrier = threading.Barrier(count)

@@ -81,7 +81,7 @@ def test_uniform_reads_hit_as_much_as_fits(policy: str, fits: float) -> None:
 
 
 def test_lfu_keeps_the_chunks_that_are_read_most() -> None:
-    """With Zipf's law, the tenth of the files that fits gets more than half of the reads."""
+    """By Zipf's law, the tenth of the files that fits gets more than half of the reads."""
     chunks, room = 300, 30
     weights = 1 / np.arange(1, chunks + 1)
     weights /= weights.sum()
@@ -122,7 +122,6 @@ def test_a_dataset_slightly_larger_than_the_cache_never_costs_more_than_no_cache
 
 
 def test_any_reads_cost_little_more_than_no_cache() -> None:
-    """The admission alone, for a full cache, with random costs and reads."""
     chance = np.random.default_rng(4)
     for _ in range(50):
         request_s, byte_s = chance.uniform(0, 2), chance.uniform(0.01, 1)

@@ -1,8 +1,7 @@
 """Random operations on a `NodeCache` against a model: right bytes, one fetch for each chunk, within
 the budget.
 
-The model knows only facts that a caller can see: the contents, the operations, and which process
-has pinned which memory.
+The model knows only facts that a caller can see.
 """
 
 import os

@@ -1,6 +1,4 @@
-"""The chunks on a node's disk: more than its memory has room for, and never a reader's error. At
-the end of a node, the chunks in memory are written there.
-"""
+"""The chunks on a node's disk: more than its memory has room for, and never a reader's error."""
 
 import errno
 import itertools
@@ -163,8 +161,7 @@ async def test_often_read_chunks_come_to_memory_and_evicted_ones_to_the_disk(
 
 
 async def test_S13_J6_chunks_on_the_disk_at_the_start_are_adopted_and_checked(shelf: Shelf) -> None:
-    """Chunks that a crash has left, or another user has written there, are checked before they are
-    given."""
+    """A crash has left them, or another user has written there."""
     async with shelf.cache(0) as cache:
         assert await shelf.read_all(cache) == CHUNKS
     assert len(shelf.files()) == CHUNKS
@@ -245,7 +242,7 @@ async def test_another_version_finds_its_chunks_on_the_disk(shelf: Shelf) -> Non
 
 
 def plane_reads(cache: NodeCache, chunk: int, most: int = 1000) -> int:
-    """The number of requests for a chunk that the data plane answers before it stops."""
+    """Return the number of requests that the data plane answers before it stops."""
     for number in range(most):
         if read_in_plane(cache, (chunk, 5, 100)) is None:
             return number
@@ -369,8 +366,7 @@ def use_up_inodes(point: Path) -> None:
 async def test_J1_J10_F11_a_full_disk_is_a_smaller_cache(
     use_up: Callable[[Path], None], floor: float, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be full at the start, or become so later, even between the check of free space and the
-    write (a negative floor)."""
+    """It may become full even between the check of free space and the write (a negative floor)."""
     monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", floor)
     shelf = Shelf(small)
     async with shelf.cache(2, policy="none") as cache:
@@ -495,7 +491,6 @@ async def test_a_disk_that_hangs_delays_reads_once_by_a_second(
 async def test_changes_by_other_tasks_are_noticed(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An eviction is a miss; a chunk that another task wrote is found at the next scan."""
     other = shelf.tier()
     async with shelf.cache(2) as cache:
         assert await shelf.read_all(cache) == CHUNKS
@@ -514,8 +509,6 @@ async def test_changes_by_other_tasks_are_noticed(
 
 
 async def test_the_queue_stays_within_its_part_of_the_memory(shelf: Shelf) -> None:
-    """If the disk writes nothing, chunks that do not fit are left to the store."""
-
     class Slow(DiskTier):
         def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
             goes_on.wait(20)
@@ -623,7 +616,6 @@ async def read_until_all_are_here(cache: NodeCache, shelf: Shelf) -> None:
 
 
 async def test_a_node_takes_only_the_room_of_chunks_that_no_job_uses(shelf: Shelf) -> None:
-    """It does so bit by bit, and evicts none of its own chunks meanwhile."""
     limit_bytes = 2 * total_bytes(shelf.source)
     tier = fill_for_others(shelf, limit_bytes)
     others = [len(shelf.files())]
@@ -753,8 +745,7 @@ async def test_a_cancelled_flush_leaves_whole_chunks(
 
 
 async def test_reads_from_memory_count_as_use_of_the_disk_cache(shelf: Shelf) -> None:
-    """Otherwise the dataset's files on the disk would be removed as idle, to make room for its own
-    chunks."""
+    """Otherwise the dataset's files on the disk would be removed as idle."""
     now_s = [0.0]
     tier = tier_at(shelf.place, shelf.room(4), clock=lambda: now_s[0])
     cache = make_cache(shelf.source, total_bytes(shelf.source) * 3, disk=tier)

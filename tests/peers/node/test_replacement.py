@@ -1,6 +1,4 @@
-"""The choice of chunks that make room for others: laws over random states, without a cache that
-fetches.
-"""
+"""The choice of chunks that make room for others: laws over random states, without fetches."""
 
 from collections.abc import Sequence
 

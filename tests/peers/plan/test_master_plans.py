@@ -42,7 +42,8 @@ def order_of(task: Task, seed: int) -> "np.ndarray[tuple[int], np.dtype[np.uint3
 
 
 class Reader:
-    """Sends one stream to a master, in this thread; a client does this in a thread of its own."""
+    """Sends one stream to a master in the caller's thread; a client does this in a thread of its
+    own."""
 
     def __init__(self, task: Task, master: Master, client: int) -> None:
         self.sender = PlanSender(
@@ -111,7 +112,6 @@ async def test_the_streams_of_a_dead_master_end_and_come_back_with_the_next(task
             await soon(knows(first, 1))
         async with task.node(1, policy="plan") as again:
             await soon(knows(again, 1))  # the positions of others, although no reader has moved
-            # Its client goes on as if nothing had happened, and learns that something has
             body = plan_body(Positions({"train": (0, 3)}), len(task.snapshot))
             assert again.plan.take(1, body, client=5) == UNKNOWN
             Reader(task, again, 5).send(Epoch(0, order_of(task, 2)), 3)
@@ -132,7 +132,6 @@ async def test_masters_know_which_chunks_the_others_have(task: Task) -> None:
 
 
 async def test_all_masters_know_the_values_of_chunks(task: Task) -> None:
-    """A master that was started anew knows them, too."""
     values = np.arange(task.snapshot.chunk_count, dtype=np.float32)
 
     def is_known(node: Master, times: int) -> bool:

@@ -57,8 +57,6 @@ class Request:
 
 
 class Requests:
-    """One connection, at the master's side."""
-
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
 
@@ -78,8 +76,8 @@ def answer_all(requests: Requests) -> None:
 
 
 class PatientBreaker(PeerBreaker):
-    """No answer is late, even if a busy machine runs no thread for long. A link measures how fast
-    answers come, and would wait only 50 ms here."""
+    """No answer is late, even on a busy machine: a link that measures speed would wait only 50 ms
+    here."""
 
     def timeout_s(self, size: int) -> float:
         return PATIENCE_S
@@ -177,7 +175,6 @@ def test_threads_get_their_own_answers_in_any_order(
     wrap: Wrap | None, patient: PeerBreaker
 ) -> None:
     def script(requests: Requests) -> None:
-        """Collect requests for a moment, and answer them in another order."""
         draw = random.Random(1)
         waiting: list[Request] = []
         while True:
@@ -237,7 +234,6 @@ def test_answers_split_and_reordered_arbitrarily(
     working: set[int],
     ungiven: set[tuple[int, int]],
 ) -> None:
-    """All requests are in flight; the oracle makes each answer from its request."""
     wanted = [
         [(request, 10 * part, size) for part, size in enumerate(parts)]
         for request, parts in enumerate(sizes)
@@ -346,8 +342,6 @@ def test_late_answers_are_skipped_and_the_link_goes_on(one: bool) -> None:
 @pytest.mark.parametrize("one", [False, True])
 @pytest.mark.parametrize("begun", [0, 5, 40])
 def test_F3_an_answer_that_trickles_is_late(one: bool, begun: int) -> None:
-    """One time limit applies to the whole answer: a byte that arrives does not restart it."""
-
     def script(requests: Requests) -> None:
         answer = requests.next().answer()
         requests.send(answer[:begun])
@@ -502,7 +496,7 @@ def test_a_forked_child_uses_a_connection_of_its_own() -> None:
 
 
 def test_a_signal_handler_reads_in_the_middle_of_a_read() -> None:
-    """It runs in the thread that receives, and requests parts itself."""
+    """The handler runs in the thread that receives."""
     inner: list[bytes | None] = []
 
     def script(requests: Requests) -> None:

@@ -134,8 +134,6 @@ def test_every_byte_is_right_and_no_read_fails(
 def test_F9_without_a_master_the_store_serves(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One by one, from a fast store, though the machine may be busy. The store's errors are
-    raised."""
     monkeypatch.setattr(costs, "SLOW_READ_S", math.inf)
     client.check_parts(1)  # the first reads show that the store is fast
     client.inner.most = 0
@@ -151,7 +149,7 @@ def test_F9_without_a_master_the_store_serves(
 
 @pytest.mark.parametrize("in_child", [False, True])
 def test_chunks_of_no_node_are_read_at_once_from_the_store(client: Client, in_child: bool) -> None:
-    """A forked child, which has none of its parent's threads, reads them so, too."""
+    """A forked child has none of its parent's threads."""
     client.inner.delay_s = 0.02
     client.check_parts(1)
     assert 8 < client.inner.most <= FETCH_THREADS
@@ -182,8 +180,7 @@ def test_many_parts_are_one_request_and_no_read_of_the_store(
 
 
 def test_no_whole_chunk_is_copied_into_private_memory(client: Client, master: FakeMaster) -> None:
-    """Small files in random order, of a dataset that does not fit: the reader gets slices of shared
-    memory."""
+    """The files are small, in random order, and of a dataset that does not fit."""
     view, reader = client.view, client.reader(100_000)
     small = view.lookup_many([name.encode() for name in FILES if name.startswith("n")])
 
@@ -315,7 +312,6 @@ def quick_store(client: Client) -> Iterator[TaskStore]:
 def test_a_pinned_chunk_is_unpinned_with_its_last_view(
     quick_store: TaskStore, client: Client, master: FakeMaster
 ) -> None:
-    """Never before: a view that was given out keeps its bytes."""
     whole = quick_store.fast_reads.pin(client.name(2), lambda: None)
     assert whole is not None
     inside = np.frombuffer(whole[100:300], np.uint8)
@@ -439,7 +435,6 @@ def test_a_mapped_chunk_keeps_no_descriptor(client: Client, master: FakeMaster) 
 def test_F2_many_threads_wait_for_a_master_that_hangs_once(
     client: Client, master: FakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the pause one thread sends a request again, and the others do not wait for it."""
     client.check_parts(1)
     master.behaviour.pins, master.behaviour.hangs = False, 5.0
     monkeypatch.setattr(task_chunks, "PIN_COST_S", 1e9)  # pinning does not pay
@@ -497,7 +492,6 @@ def test_F1_a_master_that_dies_and_comes_back(client: Client) -> None:
 def test_F1_a_failed_restart_is_repeated(
     path: Path, view: Snapshot, chunks: dict[int, bytes]
 ) -> None:
-    """A failed start leaves nothing behind, no socket either."""
     tries: list[str] = []
 
     def revive(_: bool) -> bool:
@@ -572,7 +566,7 @@ def test_another_version_is_read_through_the_master(client: Client, master: Fake
 
 
 def test_statistics_are_the_masters_and_the_readers(client: Client, master: FakeMaster) -> None:
-    """Each read is counted once, by its source; so is the one for which a chunk is mapped."""
+    """So is the one for which a chunk is mapped."""
     master.behaviour.has = lambda chunk: chunk != 2
     for chunk in [1] * 20 + [2] * 20:
         client.read_one(chunk)

@@ -27,7 +27,6 @@ def repository(url_of_both: str, clock: MovedClock) -> Iterator[LocalRepository]
 
 @pytest.fixture
 def holed(repository: LocalRepository, tmp_path: Path) -> LocalRepository:
-    """Chunks of 64 KiB, of which half has been deleted."""
     source = write(tmp_path / "source", {f"d{i % 3}/{i}": os.urandom(5000) for i in range(60)})
     put_folder(repository, source)
     for i in range(0, 60, 2):

@@ -14,8 +14,6 @@ DAY_S = 24 * HOUR_S
 
 
 class MovedClock:
-    """The real time and `ahead_s`."""
-
     def __init__(self) -> None:
         self.ahead_s = 0.0
         self._real, self._real_ns = time.time, time.time_ns

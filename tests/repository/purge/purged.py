@@ -35,13 +35,11 @@ def sound(repository: LocalRepository) -> None:
 
 
 def nothing_more_is_known(repository: LocalRepository) -> None:
-    """Assert that the metadata know exactly the chunks that are in the store."""
     known = {record.id for record in repository.meta.chunks(repository.dataset("ds").identity)}
     assert known == set(chunks(repository))
 
 
 def entries(view: Snapshot) -> list[tuple[object, ...]]:
-    """Each entry of a view: path, attributes, extents, chunks."""
     found: list[tuple[object, ...]] = []
     for i in range(len(view)):
         places = [each._replace(chunk=0) for each in view.extents(i)]
@@ -60,8 +58,6 @@ def read_all(view: Snapshot, repository: LocalRepository) -> list[bytes]:
 
 
 class Reader:
-    """A reader of the current version of `ds`."""
-
     def __init__(self, repository: LocalRepository) -> None:
         self._repository, self.view = repository, repository.view("ds")
         self._expected = read_all(self.view, repository)
@@ -74,7 +70,6 @@ class Reader:
 
 
 def leased(repository: LocalRepository) -> frozenset[int]:
-    """The versions of `ds` that have a lease now."""
     identity = repository.dataset("ds").identity
     return leased_versions(repository.objects, identity, time.time())
 
@@ -86,7 +81,6 @@ def tombstones(repository: LocalRepository, *paths: bytes) -> int:
 
 
 def deleted_file(repository: LocalRepository) -> None:
-    """Put `f` and delete it; put `g`."""
     writer = Writer(repository)
     writer.add(b"f", b"content of f")
     writer.seal().commit()
@@ -97,15 +91,12 @@ def deleted_file(repository: LocalRepository) -> None:
 
 
 def dead_process() -> int:
-    """The process ID of a process that has ended."""
     child = fork(int)
     assert exit_code(child) == 0
     return child
 
 
 class ShortListing(StoreWrapper):
-    """A store that does not list one of its objects."""
-
     def __init__(self, inner: ObjectStore, hidden: str) -> None:
         super().__init__(inner)
         self._hidden = hidden

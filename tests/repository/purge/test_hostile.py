@@ -143,7 +143,7 @@ def test_recover_beside_dropped_tombstones(repository: LocalRepository, clock: M
 @pytest.mark.parametrize("token", ["0" * 32, PURGE])
 @pytest.mark.parametrize("grows", [True, False])
 def test_a_lease_renewed_while_it_is_read(holed: LocalRepository, token: str, grows: bool) -> None:
-    """Its length changes meanwhile, which makes it neither damaged nor a lease on every version."""
+    """Its length changes meanwhile."""
     view, real = holed.view("ds"), holed.objects
     name = lease_object(view.identity, token)
     text = Lease(token, view.version, time.time() + 600, "far", "", "", 1).to_json()
@@ -161,7 +161,6 @@ YEAR_S = 365 * 24 * HOUR_S
 
 
 def lease_file(repository: LocalRepository, token: str, until_s: float, version: int = 0) -> Path:
-    """A lease of another host, with times of that host's clock."""
     name = lease_object(repository.dataset("ds").identity, token)
     repository.objects.replace(name, [Lease(token, version, until_s, "far", "", "", 1).to_json()])
     return Path(repository.url.path) / name
@@ -183,7 +182,6 @@ def test_a_lease_of_a_host_whose_clock_is_wrong(holed: LocalRepository, until_s:
 
 @pytest.mark.parametrize("until_s", [-3000.0, YEAR_S])
 def test_a_purge_of_a_host_whose_clock_is_wrong(holed: LocalRepository, until_s: float) -> None:
-    """It keeps others off, but not for a year if it was killed."""
     file = lease_file(holed, PURGE, time.time() + until_s)
     with pytest.raises(BusyError):
         holed.purge("ds", NOW)
@@ -218,7 +216,7 @@ def test_a_purge_by_a_clock_that_is_ahead_is_refused(
 
 
 def test_P10_a_purge_frees_space_of_a_full_store(holed: LocalRepository, tmp_path: Path) -> None:
-    """Otherwise the store would stay full, as the next purge would find no room to begin either."""
+    """The next purge would find no room to begin either."""
     holed.purge("ds")
     writer = Writer(holed)
     for i in range(1, 20, 2):
@@ -234,8 +232,7 @@ def test_P10_a_purge_frees_space_of_a_full_store(holed: LocalRepository, tmp_pat
 
 
 def test_L5_files_of_a_late_writer_are_removed(repository: LocalRepository, tmp_path: Path) -> None:
-    """The writer did not know of the deletion; the dataset has been made again since, or has
-    not."""
+    """The dataset has been made again since, or has not."""
     writer = Writer(repository)
     writer.add(b"f", b"content")
     identity = writer.session.identity

@@ -59,7 +59,6 @@ def test_P1_space_comes_back_and_nothing_is_lost(holed: LocalRepository, tmp_pat
 
 
 def test_P12_no_reader_is_sent_to_a_deleted_chunk(holed: LocalRepository, tmp_path: Path) -> None:
-    """At the first deletion the newest snapshot and the metadata name other chunks."""
     expected = facts(tmp_path / "source")
     seen: list[int] = []
 
@@ -138,7 +137,6 @@ def test_P1_P5_a_purge_killed_at_any_step_can_be_completed(
 
 
 def test_P5_a_writer_folds_in_no_forgotten_chunk(holed: LocalRepository, clock: MovedClock) -> None:
-    """It sees forgotten chunks that are not deleted yet, and leaves them alone."""
     old = chunks(holed)
 
     def write_beside(_: str) -> None:
@@ -156,7 +154,7 @@ def test_P5_a_writer_folds_in_no_forgotten_chunk(holed: LocalRepository, clock: 
 
 
 def test_P5_a_rebuild_beside_the_deletions(holed: LocalRepository, tmp_path: Path) -> None:
-    """It has read chunks that are gone when it ends; the purge forgets them once more."""
+    """The purge forgets them once more."""
 
     def rebuild_beside(_: str) -> None:
         with LocalRepository.open(holed.url) as other:
@@ -282,7 +280,6 @@ def test_Z7_an_unknown_chunk_with_an_older_entry_keeps_the_tombstone(
 def test_Z7_a_put_in_flight_a_delete_a_purge_and_then_the_commit(
     repository: LocalRepository, clock: MovedClock, is_durable: bool
 ) -> None:
-    """The put's chunk is sealed, and perhaps not stored yet, during the purges."""
     writer = Writer(repository)
     identity = writer.session.identity
     writer.add(b"f", b"in flight")

@@ -22,7 +22,6 @@ DRIVER = [sys.executable, "-m", "tests.repository.purge.purge_driver"]
 
 @pytest.fixture(scope="module")
 def stores_with_holes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A store with holes and small chunks, and its content."""
     folder = tmp_path_factory.mktemp("holes")
     source = source_tree(folder / "source")
     store = folder / "store"

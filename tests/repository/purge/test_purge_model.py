@@ -33,13 +33,10 @@ Contents = dict[str, bytes]
 
 
 def contents(view: Snapshot, repository: LocalRepository) -> Contents:
-    """All files of a version, read from the store."""
     return {path.decode(): data for path, data in file_contents(view, repository).items()}
 
 
 class PurgeModel(RuleBasedStateMachine):
-    """One writer, readers with leases, purges, a running clock, and loss of all metadata."""
-
     meta = ""
 
     @initialize()
@@ -152,7 +149,6 @@ class PurgeModel(RuleBasedStateMachine):
 
     @rule()
     def space_comes_back(self) -> None:
-        """Without readers, a purge without a grace period leaves little except the contents."""
         for lease, _, _ in self.readers:
             lease.close()
         self.readers = []
@@ -183,8 +179,6 @@ class PurgeModel(RuleBasedStateMachine):
 
 
 class RedisPurgeModel(PurgeModel):
-    """The same with a Redis."""
-
     meta = "redis"
 
 

@@ -38,7 +38,6 @@ from .purged import NO_FILES, NOW, Reader, chunks, dataset_of, dead_process, lea
 def test_P2_H16_a_reader_without_a_lease_has_its_grace_period(
     holed: LocalRepository, clock: MovedClock, tmp_path: Path
 ) -> None:
-    """After it, its chunks go: reading raises an error, and never gives other bytes."""
     reader = Reader(holed)
     assert holed.purge("ds").deleted == 0
     for hours in (23, 0):
@@ -182,7 +181,6 @@ def test_few_renewals_list_leases(holed: LocalRepository, monkeypatch: pytest.Mo
 
 
 def age(top: Path, identity: UUID, name: str, hours: float) -> None:
-    """Let the store report that a lease was written `hours` ago."""
     file = top / "store" / lease_object(identity, name)
     written_s = file.stat().st_mtime - hours * HOUR_S
     os.utime(file, (written_s, written_s))
@@ -253,7 +251,6 @@ def test_numbers_beyond_any_clock_are_refused(keep: int, grace_s: int) -> None:
 
 
 def test_publishing_keeps_bounded_versions(repository: LocalRepository, clock: MovedClock) -> None:
-    """Frequent puts do not accumulate snapshots, and a leased one stays."""
     with dataset_of(repository) as ds:
         ds.put(b"0", "f")
         first = ds.flush()

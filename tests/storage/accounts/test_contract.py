@@ -66,7 +66,6 @@ Opener = Callable[[], AccountTable]
 
 @pytest.fixture(params=fast_first(["file", "redis", "cluster"], 2))
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
-    """Opens the same table each time it is called; the table is empty at first."""
     if request.param == "file":
         return lambda: AccountFile(tmp_path / "accounts")
     if request.param == "redis":
@@ -141,7 +140,6 @@ def test_a_change_that_fails_changes_nothing(table: AccountTable) -> None:
 
 
 def test_changes_are_made_one_after_another(opener: Opener, pool: ThreadPoolExecutor) -> None:
-    """Each change gets the result of the one before, and no reader sees half of a change."""
     opened = [opener() for _ in range(4)]
     opened[0].change(add(BOB))
     done = threading.Event()
@@ -276,8 +274,6 @@ def test_waiting_for_the_lock_ends_with_an_error(tmp_path: Path) -> None:
 
 
 def test_a_kill_at_any_time_leaves_the_old_or_the_new_table(file: AccountFile) -> None:
-    """After ten kills, each somewhere in a change: the table is whole, and the lock free."""
-
     def change_for_ever() -> None:
         for number in itertools.count():
             file.change(put([Account(f"{half}{number % 50}", PUBLIC) for half in "ab"]))
@@ -372,7 +368,6 @@ def test_another_repositorys_redis_is_refused(server: RedisServer, in_redis: Red
 
 
 def test_a_lost_reply_counts_once(in_redis: RedisAccounts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reply to the script is lost; the token shows that the change was made."""
     scripts, lost = RedisLink.run_scripts, list[bool]()
 
     def loses_an_answer(link: RedisLink, runs: Iterable[ScriptCommand]) -> list[object]:
@@ -395,7 +390,7 @@ def test_accounts_survive_a_restart_of_redis(server: RedisServer, in_redis: Redi
 
 
 def test_C7_a_full_memory_still_removes_users(server: RedisServer, in_redis: RedisAccounts) -> None:
-    """Adding a user fails; removing one works, so access can be revoked at any time."""
+    """Access can be revoked at any time."""
     server.client().config_set("maxmemory", 1)
     with pytest.raises(NoSpaceError):
         in_redis.change(add(EVE))

@@ -1,8 +1,7 @@
 """Makes batches for metadata stores, and computes the expected state with plain dicts.
 
-`Chunk` describes a chunk by the entries at its places. `fold` computes the state after chunks from
-scratch, whatever their order; it shares no code with the stores, so it can judge them. `check`
-compares the results of all methods of a store with it.
+`fold` computes the state after chunks from scratch, whatever their order; it shares no code with
+the stores, so it can judge them. `check` compares the results of all methods of a store with it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +21,7 @@ def chunk_id(number: int) -> ChunkId:
 
 
 class Entry(NamedTuple):
-    """The entry at one place of a chunk; `first` is its stamp (chunk number, place), if another."""
+    """`first` is the entry's stamp (chunk number, place), if another."""
 
     path: bytes
     size: int = 7
@@ -35,8 +34,6 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk: its number, and the entry at each place (None for a hole)."""
-
     number: int
     entries: tuple[Entry | None, ...]
     by_purge: bool = False
@@ -54,7 +51,6 @@ class Chunk:
         return self.stamp(place) != self.id + place.to_bytes(4, "big")
 
     def record(self, place: int) -> bytes:
-        """The record of the entry at a place; every field depends on chunk and place."""
         entry = self.entries[place]
         assert entry is not None
         record = np.zeros(1, RECORD)
@@ -141,8 +137,6 @@ Place = tuple[Chunk, int]
 
 @dataclass
 class ExpectedState:
-    """The state that a store has to have."""
-
     entries: dict[bytes, StoredEntry]
     holes: dict[bytes, set[int]]
     files: int
@@ -195,7 +189,7 @@ def _show(answer: ExpectedState, path: bytes, stamp: bytes, shown: Sequence[Plac
 
 
 def stored_entries(rows: Rows) -> dict[bytes, StoredEntry]:
-    """The entries in rows, by path; the stamp is empty if the rows have none."""
+    """The stamp is empty if the rows have none."""
     stamps: Sequence[bytes] = getattr(rows, "stamps", [b""] * len(rows))
     found = {
         rows.path(i): StoredEntry(

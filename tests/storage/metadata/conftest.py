@@ -30,7 +30,6 @@ def shared() -> RedisServer:
 
 @pytest.fixture
 def link(shared: RedisServer) -> WatchedLink:
-    """The connections of `stored`; a test can watch their steps."""
     return watched_link(shared.url)
 
 
@@ -44,7 +43,6 @@ def stored(link: WatchedLink) -> Iterator[RedisMetadata]:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server for one test, which may harm it. Its log loses nothing."""
     options = {"appendonly": "yes", "appendfsync": "always", "dbfilename": "dump"}
     with RedisServer(tmp_path / "redis", options, port=free_port()) as server:
         yield server
@@ -58,7 +56,6 @@ def own(server: RedisServer) -> Iterator[RedisMetadata]:
 
 @pytest.fixture
 def cluster() -> RedisCluster:
-    """The cluster that tests share, with nothing in it."""
     cluster = shared_cluster()
     cluster.flush()
     return cluster

@@ -48,7 +48,6 @@ def sqlite_opener(folder: Path, clock: Clock) -> Opener:
 
 
 def edit(path: Path, statement: str) -> None:
-    """Change the database of a SQLite store without the store."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute(statement)
 
@@ -65,7 +64,6 @@ def redis_opener(clock: Clock, buckets: int) -> Opener:
 
 
 def filled(url: str, deadline_s: float = 10, buckets: int = 0) -> RedisMetadata:
-    """A store in Redis with one dataset, which has the chunk `FIRST`."""
     meta = RedisMetadata.open(url, deadline_s=deadline_s, buckets=buckets)
     meta.create(NAME, IDENTITY)
     meta.commit(IDENTITY, FIRST.batch())
@@ -91,5 +89,4 @@ STORES: dict[str, Callable[[Path, Clock], Opener]] = {
 
 
 def commit(meta: MetadataStore, *chunks: Chunk) -> int:
-    """Commit chunks one by one, and return the last version."""
     return [meta.commit(IDENTITY, chunk.batch()) for chunk in chunks][-1]

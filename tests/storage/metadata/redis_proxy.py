@@ -21,7 +21,7 @@ _READ_BYTES = 1 << 20
 
 
 class RedisProxy:
-    """Listens on a socket of its own. Requests are counted over all connections."""
+    """Requests are counted over all connections."""
 
     def __init__(self, upstream: Path, fault: Fault, delay_s: float = 0.0) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="proxy-"))

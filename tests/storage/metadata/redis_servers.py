@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def until(true: Callable[[], object], what: str, seconds: float = START_S) -> None:
-    """Wait until a condition is true; an error of Redis counts as false."""
+    """An error of Redis counts as false."""
 
     def holds() -> object:
         try:
@@ -44,7 +44,6 @@ def until(true: Callable[[], object], what: str, seconds: float = START_S) -> No
 
 
 def once(work: Callable[[], object]) -> Callable[[], None]:
-    """A function that does its work at the first call only."""
     left = [work]
 
     def run() -> None:
@@ -55,7 +54,7 @@ def once(work: Callable[[], object]) -> Callable[[], None]:
 
 
 def program(name: str) -> str:
-    """The path of one of Redis's programs; skips the test if it is missing."""
+    """Skips the test if the program is missing."""
     found = shutil.which(name, path="/usr/local/bin:/usr/bin:/bin:/usr/sbin")
     if found is None:
         pytest.skip(f"{name} is missing")
@@ -84,7 +83,6 @@ class RedisServer:
         self.start()
 
     def start(self) -> None:
-        """Start or restart it, and wait until it answers."""
         config = self.folder / "redis.conf"
         lines = [f"{key} {value or chr(34) * 2}\n" for key, value in self.options.items()]
         config.write_text("".join(lines))
@@ -143,8 +141,6 @@ def execute(client: Redis, *words: str | int | bytes) -> object:
 
 
 class RedisCluster:
-    """Three masters on loopback, with all slots."""
-
     def __init__(self, folder: Path, more: Mapping[str, str] | None = None) -> None:
         options = {
             **(more or {}),
@@ -197,7 +193,6 @@ def shared_server() -> RedisServer:
 
 
 def emptied_server() -> RedisServer:
-    """The shared server, with nothing in it."""
     server = shared_server()
     server.client().flushall()
     return server

@@ -73,13 +73,14 @@ def commit_and_print(opener: str, where: str, numbers: str, at_once: str) -> Non
 
 
 def acknowledged(output: str) -> list[tuple[int, int]]:
-    """Numbers and versions of the commits that a process has printed, without half a line."""
+    """Half a line at the end does not count."""
     lines = [line.split() for line in output.splitlines()]
     return [(int(line[0]), int(line[1])) for line in lines if len(line) == 2]
 
 
 def committed(meta: MetadataStore, tried: list[int]) -> list[int]:
-    """The committed ones among these chunks; asserts that the state is theirs and no others'."""
+    """Return the committed ones among these chunks; assert that the state is theirs and no
+    others'."""
     found = {record.id for record in meta.chunks(IDENTITY)}
     done = [number for number in tried if overlapping(number).id in found]
     assert len(done) == len(found)
@@ -155,7 +156,6 @@ def test_A6_a_kill_at_any_write_loses_no_commit(tmp_path: Path, when: int, at_on
 
 @pytest.fixture
 def meta(shared: RedisServer) -> Iterator[RedisMetadata]:
-    """A store with the chunks `BEFORE`."""
     with closing(open_redis(shared.url)) as store:
         store.create(NAME, IDENTITY)
         for number in BEFORE:
@@ -191,8 +191,6 @@ class FaultAt:
 def test_A6_a_commit_survives_a_lost_connection_at_any_step(
     shared: RedisServer, meta: RedisMetadata, what: str
 ) -> None:
-    """The commit is sent again, its files, bytes, chunks and holes count once, and each try removes
-    the pieces of the one before."""
     tried = list(BEFORE)
     hits = 0
     for step in range(1, STEPS + 1):
@@ -250,7 +248,6 @@ class KillAt:
 def test_A6_A9_a_writer_killed_at_any_step_commits_all_or_nothing(
     shared: RedisServer, meta: RedisMetadata, when: str, at_once: int
 ) -> None:
-    """A crash leaves all of the commit or nothing; the next client completes it."""
     outcomes = set()
     tried = list(BEFORE)
     for step in range(1, STEPS):

@@ -45,7 +45,7 @@ STEPS = {
 
 
 def forgotten(meta: MetadataStore, *numbers: int, tombstones: bool = False) -> set[int]:
-    """Forget chunks by their numbers; returns those that the store does not know afterwards."""
+    """Return those that the store does not know afterwards."""
     unknown = meta.forget(IDENTITY, map(chunk_id, numbers), tombstones=tombstones)
     return {number for number in numbers if chunk_id(number) in unknown}
 
@@ -176,7 +176,7 @@ def test_P1_a_client_killed_in_forget(kind: str, step: str, tmp_path: Path, cloc
 def test_a_slow_removal_does_not_undo_a_later_commit(
     shared: RedisServer, link: WatchedLink, stored: RedisMetadata
 ) -> None:
-    """It is applied after others have applied it, and have committed the chunk again."""
+    """Others have applied it before, and have committed the chunk again."""
     rest = [files(5, b"a/x", b"b"), files(6, b"e/z")]
     commit(stored, *rest)
     done = list[bool]()

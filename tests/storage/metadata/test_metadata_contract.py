@@ -56,7 +56,7 @@ def test_a_new_dataset_is_empty(meta: MetadataStore) -> None:
 
 
 def test_now_s_is_the_time_of_the_store(meta: MetadataStore) -> None:
-    """It does not depend on this process's clock, by which versions are made."""
+    """Versions are made by that clock, and not by this process's."""
     before_s = time.time()
     assert before_s - 1 <= meta.now_s() <= time.time() + 1
 
@@ -200,7 +200,6 @@ def test_K1_versions_rise_though_the_clock_goes_back(meta: MetadataStore, clock:
 
 
 def test_chunks_committed_together_make_one_version(meta: MetadataStore) -> None:
-    """Some of them are known already, and one comes twice."""
     first = [files(1, b"d/a", b"d/b"), files(2, b"d/b", b"e/c")]
     before = commit(meta, *first)
     big_parts = big(5, b"d/big", 2)
@@ -224,7 +223,6 @@ def test_chunks_committed_together_make_one_version(meta: MetadataStore) -> None
 
 
 def test_A6_chunks_committed_together_are_committed_all_or_none(meta: MetadataStore) -> None:
-    """An error at the last one undoes the others."""
     commit(meta, files(1, b"a"))
     before = meta.head(NAME)
     spoilt = files(4, b"late").batch()
@@ -308,7 +306,6 @@ HISTORIES: dict[str, list[Chunk]] = {
 def test_L3_Z4_Z6_Z7_each_commit_gives_the_state_of_all_chunks(
     meta: MetadataStore, history: list[Chunk]
 ) -> None:
-    """`changes` returns exactly the changed entries."""
     meta.drop(IDENTITY)
     meta.create(NAME, IDENTITY)
     for number, chunk in enumerate(history):

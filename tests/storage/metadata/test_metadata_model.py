@@ -30,7 +30,6 @@ PATHS = [b"f", b"a/f", b"a/b/f", b"a/b"]
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Chunk]:
-    """Chunks of small files, tombstones, links and large files, and chunks of copies by purge."""
     chunks = []
     for number in range(1, draw(st.integers(2, 6)) + 1):
         entries = []
@@ -63,7 +62,6 @@ def test_L2_any_order_and_any_repetition_give_the_same_state(
 
 
 def commit_in_groups(meta: MetadataStore, order: list[Chunk], dice: random.Random) -> None:
-    """Commit in this order, some chunks alone and some together."""
     start = 0
     while start < len(order):
         end = start + dice.choice([1, 1, 2, 3, len(order)])
@@ -74,7 +72,6 @@ def commit_in_groups(meta: MetadataStore, order: list[Chunk], dice: random.Rando
 
 
 def check_forgetting(meta: MetadataStore, chunks: list[Chunk]) -> None:
-    """Forget all chunks: the empty ones go, and the state stays."""
     state = fold(chunks)
     newest = max(state.holes)
     empty = {
@@ -87,7 +84,6 @@ def check_forgetting(meta: MetadataStore, chunks: list[Chunk]) -> None:
 
 
 def check_history(kind: str, history: list[Chunk], seed: int) -> None:
-    """Commit in a random order, and check the state half-way and at the end."""
     dice = random.Random(seed)
     free = [chunk for chunk in history if not chunk.by_purge] * 2
     dice.shuffle(free)

@@ -35,8 +35,6 @@ head.
 
 @dataclass
 class ReadSetup:
-    """A `PipelinedHeadRead` with its own connection, and `RedisMetadata` to compare it with."""
-
     meta: RedisMetadata
     redis: Redis
     connection: socket.socket
@@ -121,7 +119,6 @@ CHANGES: dict[str, Callable[[ReadSetup], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_after_a_change_it_proves_the_right_head_or_nothing(setup: ReadSetup, change: str) -> None:
-    """At first nothing, since it has to learn again."""
     setup.learn()
     CHANGES[change](setup)
     assert setup.read() is None
@@ -139,7 +136,6 @@ def test_after_a_change_it_proves_the_right_head_or_nothing(setup: ReadSetup, ch
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_change_between_two_of_its_commands_proves_nothing(setup: ReadSetup, last: bool) -> None:
-    """The head is of a generation that is replaced before or during the requests to the buckets."""
     setup.learn()
     request = setup.pipelined.begin()
     cut = request.rindex(b"*3\r\n", 0, -1 if last else request.index(b"pieces"))
@@ -153,7 +149,6 @@ def test_a_change_between_two_of_its_commands_proves_nothing(setup: ReadSetup, l
 
 
 def test_random_histories_prove_the_right_head_or_nothing(setup: ReadSetup) -> None:
-    """Any changes happen between two reads."""
     draw, proved = random.Random(1), 0
     number = 2
     for _ in range(150):

@@ -26,8 +26,6 @@ ONE_S = 10**9
 
 
 class Chunks:
-    """Stands for the object store: the chunks that a rebuild finds, and later ones."""
-
     def __init__(self, *chunks: Chunk) -> None:
         self.there = [*chunks]
         self.requested: list[Sequence[ChunkId]] = []
@@ -44,7 +42,6 @@ class Chunks:
         yield from found
 
     def read_committed(self, chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
-        """A `ReadCommitted` that records the requested chunks."""
         self.requested.append([*chunks])
         wanted = {chunk.id: chunk for chunk in self.there}
         yield from (wanted[chunk].batch() for chunk in chunks)
@@ -70,7 +67,6 @@ def commits_are_locked(opened: Opener) -> bool:
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_C18_a_rebuild_has_new_commits(meta: MetadataStore, open_meta: Opener, before: int) -> None:
-    """Also commits that replace or delete entries which the rebuild has read."""
     store = Chunks(files(1, b"a", b"d/b"), files(2, b"c"))
     for chunk in store.there[: before + 1]:
         commit(meta, chunk)
@@ -200,7 +196,6 @@ def test_chunks_committed_before_a_rebuild_are_not_requested(meta: MetadataStore
 
 
 def test_a_rebuilt_state_is_newer_than_the_last_commit(meta: MetadataStore) -> None:
-    """An orphan that a rebuild found is among the changes since any earlier version."""
     store = Chunks(files(1, b"a"), files(2, b"orphan"))
     commit(meta, files(1, b"a"))
     last = list[int]()
@@ -272,7 +267,6 @@ def embedded(path: Path) -> Iterator[SqliteMetadata]:
 
 
 def rows_of_no_dataset(path: Path) -> int:
-    """The number of rows that belong to numbers that no dataset has."""
     owners = {
         "dataset": ("folder", "chunk", "aside", "hold"),
         "folder": ("entry", "run", "part"),
@@ -289,7 +283,6 @@ def rows_of_no_dataset(path: Path) -> int:
 
 
 def many() -> list[Chunk]:
-    """Chunks that make runs, entries and holes, more than one small portion of each."""
     paths = [b"d%d/%03d" % (i % 5, i) for i in range(200)]
     return [files(1, *paths), files(2, *paths[::3]), files(3, b"x"), tombstones(4, b"x")]
 
@@ -324,8 +317,6 @@ def test_no_rows_of_a_shadow_state_are_left(
 def test_rows_of_a_killed_rebuild_are_removed_by_a_later_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are removed after a long time without heartbeats; a rebuild that is still alive
-    fails."""
     now_ns = [1_800_000_000 * ONE_S]
     opened = SqliteMetadata.open(path, create=True, clock_ns=lambda: now_ns[0])
     with closing(opened) as meta:
@@ -365,7 +356,6 @@ def test_rows_of_a_killed_rebuild_are_removed_by_a_later_one(
 
 
 def test_a_rebuild_that_is_being_removed_fails(embedded: SqliteMetadata, path: Path) -> None:
-    """It fails while some of its rows still exist, too."""
     store = with_chunks(embedded, *many())
 
     removed_by_another = partial(edit, path, "UPDATE aside SET beat = 0")

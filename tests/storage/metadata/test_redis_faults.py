@@ -263,9 +263,8 @@ def all_keys(client: Redis) -> set[bytes]:
 
 
 class WaitingNode:
-    """Stands for a node of a cluster that can wait for its log (Redis 7.2). It records the commands
-    that it gets in `commands`. The first `waits` waits for its log fail; then the log is on disk.
-    """
+    """Stands for a node of a cluster that can wait for its log (Redis 7.2). The first `waits` waits
+    for its log fail; then the log is on disk."""
 
     def __init__(self, commands: list[object], waits: int) -> None:
         self.commands = commands
@@ -293,7 +292,7 @@ class WaitingNode:
 
 
 def test_C2_sync_waits_for_the_log_of_each_node(cluster: RedisCluster) -> None:
-    """Also for writes of other connections, though `WAITAOF` waits for those of its own only."""
+    """`WAITAOF` waits for the writes of its own connection only."""
     with closing(RedisLink.open(parse_redis_url(cluster.url), 10)) as link:
         nodes = link.nodes.masters_with_keys()
         assert len(nodes) == 3
@@ -310,7 +309,6 @@ def test_C2_sync_waits_for_the_log_of_each_node(cluster: RedisCluster) -> None:
 
 
 def test_C2_commits_survive_a_kill_of_redis(server: RedisServer) -> None:
-    """Redis comes back with its log; the commits are sent again, and nothing is lost."""
     chunks = [FIRST]
     with closing(filled(server.tcp_url, deadline_s=30)) as meta:
         back = threading.Event()
@@ -332,7 +330,6 @@ def test_C2_commits_survive_a_kill_of_redis(server: RedisServer) -> None:
 
 
 def test_C3_an_emptied_redis_knows_no_dataset(shared: RedisServer, stored: RedisMetadata) -> None:
-    """It reports that there is no dataset: not an empty one, and not "no such file"."""
     shared.client().flushall()
     calls: list[Callable[[], object]] = [
         lambda: stored.lookup(IDENTITY, [b"a/x"]),
@@ -400,8 +397,7 @@ def test_C7_a_full_memory_lets_pieces_be_applied(server: RedisServer, own: Redis
 
 
 def test_C7_a_full_memory_lets_room_be_made(server: RedisServer, own: RedisMetadata) -> None:
-    """All steps that lead to deleting and purging work, also in a process that opens the store
-    then."""
+    """This holds also in a process that opens the store then."""
     commit(own, MORE)
     store = uuid.uuid4()
     RedisMetadata.open(server.url, store=store).close()
@@ -442,7 +438,6 @@ def test_C7_a_redis_that_may_evict_keys_is_refused(server: RedisServer, own: Red
 
 
 def test_C8_a_redis_that_cannot_write_stops_commits_and_not_reads(tmp_path: Path) -> None:
-    """While a commit is not applied yet, reads fail at once, and readers can use the snapshot."""
     options = {"save": "3600 1", "stop-writes-on-bgsave-error": "yes", "dbfilename": "dump"}
     with RedisServer(tmp_path / "redis", options) as server, closing(filled(server.url)) as meta:
         client = server.client()

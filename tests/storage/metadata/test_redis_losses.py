@@ -1,9 +1,8 @@
 """Data that Redis loses or damages is noticed: reads are complete or raise an error.
 
-Keys of a dataset in Redis: `...}:x` has the pieces of commits that are not applied yet, `...}:e:`
-the entries of a folder, `...}:p` and `...}:q` parts of files of several extents. A *plan* here is
-the list of pieces of one commit, which any client can apply. C2 and the like are cases of
-tests/FAULTS.md.
+Keys of a dataset in Redis: `...}:x` has the pieces of commits that are not applied yet,
+`...}:e:` the entries of a folder, `...}:p` and `...}:q` parts of files of several extents. A
+*plan* here is the list of pieces of one commit, which any client can apply.
 """
 
 from collections.abc import Callable
@@ -167,8 +166,7 @@ def test_C7_a_rebuild_in_a_full_memory_leaves_no_keys(server: RedisServer) -> No
 
 
 def test_C10_incomplete_files_go_quickly(shared: RedisServer, stored: RedisMetadata) -> None:
-    """Its time does not follow the number of extents of the whole file: looking for a million
-    extents takes seconds."""
+    """Looking for a million extents takes seconds."""
     client = shared.client()
     last = (1 << 20) - 1
     late = [
@@ -189,7 +187,7 @@ JUNK = b"A" * 70
 
 
 def fields_of(client: Redis) -> list[tuple[bytes, bytes]]:
-    """All fields of all hashes, with their keys, in the same order for each generation."""
+    """The order is the same for each generation."""
     keys = [key for key in execute(client, "KEYS", "dfs:*") if b"dead" not in key]  # type: ignore[attr-defined]  # a reply of any kind
     by_kind = sorted(keys, key=lambda key: (key.rpartition(b"}")[2], key))
     hashes = [key for key in by_kind if client.type(key) == b"hash"]
@@ -198,7 +196,6 @@ def fields_of(client: Redis) -> list[tuple[bytes, bytes]]:
 
 
 def test_C15_any_damaged_value_is_an_error_until_a_rebuild(shared: RedisServer) -> None:
-    """No damaged value makes a client crash or hang, and a rebuild restores the dataset."""
     client = shared.client()
     first = Chunk(1, (Entry(b"a/x"), Entry(b"a/y"), Entry(b"a/x")))
     with closing(RedisMetadata.open(shared.url, deadline_s=2)) as meta:
@@ -249,8 +246,8 @@ def test_C15_commits_over_damage_change_nothing(shared: RedisServer, stored: Red
 def test_R1_a_read_during_a_commit_sees_all_of_it_or_nothing(
     shared: RedisServer, link: WatchedLink, stored: RedisMetadata, what: str
 ) -> None:
-    """The commit happens when the reader has read a part of the entries: one folder of two, or some
-    of the names in a folder."""
+    """The commit happens when the reader has read one folder of two, or some of the names in a
+    folder."""
     in_folders = [[b"%s/%04d" % (folder, i) for i in range(600)] for folder in (b"c", b"d")]
     commit(stored, files(2, *in_folders[0], *in_folders[1], size=1))
     newer = [files(3 + i, *names, size=2).batch() for i, names in enumerate(in_folders)]
@@ -265,7 +262,6 @@ def test_R1_a_read_during_a_commit_sees_all_of_it_or_nothing(
 
 
 def test_pieces_of_a_dead_writer_are_removed(shared: RedisServer, stored: RedisMetadata) -> None:
-    """Also if it is the only dead writer, or if there are many; but not while it may be alive."""
     client, numbers = shared.client(), iter(range(100, 200))
     for dead in (1, 65):
         link = watched_link(shared.url)
@@ -298,7 +294,6 @@ def test_C12_readers_fetch_no_piece_of_a_commit(shared: RedisServer, stored: Red
 def test_C2_a_rebuild_succeeds_though_its_lock_cannot_be_released(
     server: RedisServer, own: RedisMetadata
 ) -> None:
-    """Redis is killed before the lock is released."""
     link = watched_link(server.url, deadline_s=2)
     with closing(RedisMetadata(link)) as meta:
         link.after = at(REPLACE_LIVE, server.kill)

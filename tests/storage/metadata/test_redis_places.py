@@ -133,8 +133,6 @@ def test_C14_tls_connects_and_its_faults_are_named(tls: tuple[RedisServer, Path]
 
 
 class Sentinels:
-    """A master, its replica, and one sentinel."""
-
     def __init__(self, folder: Path) -> None:
         at_once = {"repl-diskless-sync-delay": "0"}
         self.master = RedisServer(folder / "master", at_once, port=free_port())
@@ -154,7 +152,7 @@ class Sentinels:
         until(lambda: execute(self.client(), "SENTINEL", "REPLICAS", "main"), "the sentinel")
 
     def copied(self) -> bool:
-        """Whether the replica has all data that the master had before the call."""
+        """Return whether the replica has all data that the master had before the call."""
         with self.master.client() as client:
             client.set("written", "since")  # WAIT covers only writes of its own connection
             return bool(client.wait(1, 1000))
@@ -310,7 +308,6 @@ def test_a_cluster_waits_for_a_node_that_is_dead(tmp_path: Path, pool: ThreadPoo
 
 
 def test_C11_a_node_of_a_cluster_that_comes_back_empty_is_an_error(tmp_path: Path) -> None:
-    """Its lost entries are noticed, also after new commits to it."""
     cluster = RedisCluster(tmp_path)
     with closing(cluster), closing(filled(cluster.url)) as meta:
         done = [chunk(2)]

@@ -171,7 +171,6 @@ def test_C18_a_slow_rebuild_of_few_rows_sends_heartbeats(
 def test_a_reader_whose_generation_is_removed_reads_the_new_one(
     link: WatchedLink, meta: RedisMetadata, other: RedisMetadata, what: str
 ) -> None:
-    """It never reads an empty state."""
     chunks = [files(1, b"d/a", b"d/b"), files(2, b"d/a")]
     first = commit(meta, chunks[0])
     commit(meta, chunks[1])
@@ -206,8 +205,6 @@ def test_P6_copies_by_purge_are_applied_after_their_sources(
 def test_a_dataset_dropped_during_a_commit_gets_only_the_new_commit(
     link: WatchedLink, meta: RedisMetadata, other: RedisMetadata
 ) -> None:
-    """It is dropped, and made again with the same identity, between two steps of a commit."""
-
     def again() -> None:
         other.drop(IDENTITY)
         other.create(NAME, IDENTITY)
@@ -254,7 +251,6 @@ def only_live_keys_exist(shared: RedisServer) -> bool:
 def test_a_read_that_others_keep_disturbing_locks_commits(
     shared: RedisServer, link: WatchedLink, meta: RedisMetadata
 ) -> None:
-    """Also a read of the head, if there is always a commit that is not applied yet."""
     numbers = itertools.count(1)
     locked_out = list[int]()
 

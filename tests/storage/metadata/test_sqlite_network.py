@@ -121,7 +121,6 @@ def test_a_forked_child_is_a_separate_holder(lease: Lease) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """A folder, and the same folder through a real FUSE file system."""
     if not shutil.which("bindfs"):
         pytest.skip("bindfs is not installed")
     disk, network = tmp_path / "disk", tmp_path / "network"
@@ -136,7 +135,6 @@ def folder(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
 def open_on(
     path: Path, host: str, clock: Clock, *, create: bool = False, readonly: bool = False
 ) -> SqliteMetadata:
-    """Open a store as another host would."""
     file = SqliteFile(
         path, create=create, readonly=readonly, deadline_s=0.5, host=host, clock=clock.seconds
     )
@@ -178,7 +176,6 @@ def test_every_commit_on_a_network_is_synced(folder: tuple[Path, Path]) -> None:
 
 
 def test_a_store_with_a_wal_changes_its_journal_over_a_network(folder: tuple[Path, Path]) -> None:
-    """A reader there fails meanwhile, as it may use no shared memory."""
     disk, network = folder
     clock = Clock()
     with closing(open_on(disk, "host-1", clock, create=True)) as local:

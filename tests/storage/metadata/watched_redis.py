@@ -1,7 +1,6 @@
 """Redis metadata stores; a test can watch, delay or cut off their steps.
 
-A step is a script that runs inside Redis, or a command: a test does something between two steps of
-a client, or ends the client there as a crash would.
+A step is a script that runs inside Redis, or a command.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +26,8 @@ class WatchedLink(RedisLink):
     """Calls `before` with each script before it is sent, and `after` when its reply has come.
 
     With `after_command`, commands are sent one by one, each page of a scan has some `page_rows`
-    rows, and `after_command` is called with each command when its reply has come."""
+    rows, and `after_command` gets each command after its reply.
+    """
 
     before: Watcher = staticmethod(lambda _: None)
     after: Watcher = staticmethod(lambda _: None)
@@ -84,13 +84,11 @@ def commit_without_applying(url: str, *batches: CommitBatch) -> None:
 
 
 def make_older(client: Redis, key: bytes, seconds: int) -> None:
-    """Set back the times of the states (`STATE`) in a hash by `seconds`."""
     for field, packed in packed_dict(execute(client, "HGETALL", key)).items():
         state, since = STATE.unpack_from(packed)
         client.hset(key, field, STATE.pack(state, since - seconds) + packed[STATE.size :])
 
 
 def live_generation(url: str) -> Generation:
-    """The generation that readers of the dataset see."""
     with closing(watched_link(url)) as link:
         return HeadReader(link).read_head(IDENTITY).generation

@@ -11,7 +11,6 @@ from tests.storage.objects.scripted_store import ScriptedBucket, VirtualSleep, s
 
 @pytest.fixture(autouse=True)
 def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy of the user's must not stand between a test and its own server."""
     for name in [name for name in os.environ if "proxy" in name.lower()]:
         monkeypatch.delenv(name)
 
@@ -24,7 +23,6 @@ def sleeps() -> VirtualSleep:
 
 @pytest.fixture
 def server() -> Iterator[ScriptedS3]:
-    """A scripted S3 server, without faults until the test plans some."""
     with ScriptedS3() as server:
         yield server
 

@@ -21,7 +21,6 @@ class PlannedFault:
 
     @property
     def happened(self) -> bool:
-        """Whether it has hit as often as planned."""
         return self.hits > 0 if self.times is None else self.hits == self.times
 
 
@@ -49,7 +48,6 @@ class FaultScript(Generic[F]):
         self.script = script
 
     def next_fault(self, operation: str, name: str) -> F | None:
-        """The fault of this operation; it counts as having happened."""
         with self._script_lock:
             for fault in self.script:
                 if fault.operation != operation or fault.where not in name:

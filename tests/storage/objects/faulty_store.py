@@ -1,10 +1,7 @@
 """An object store with scripted faults, for any test that needs a store.
 
-    with FaultyStore(store, Fault("get", "chunks/", error=ObjectStoreError("503"), times=2)) as s:
-        ...
-
-The end of the `with` checks that every fault has hit exactly `times` times: a test without its
-fault proves nothing, so it fails.
+with FaultyStore(store, Fault("get", "chunks/", error=ObjectStoreError("503"), times=2)) as s:
+    ...
 """
 
 from collections import Counter
@@ -56,8 +53,6 @@ class ListedHousekeeping(Housekeeping):
 
 
 class FaultyStore(ReadWrapper, FaultScript[Fault]):
-    """A store that forwards every call, unless a fault hits it."""
-
     def __init__(self, inner: ObjectStore, *script: Fault) -> None:
         ReadWrapper.__init__(self, inner)
         FaultScript.__init__(self, *script)

@@ -23,18 +23,14 @@ START_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An endpoint, a bucket there, and the environment of a client."""
-
     bucket: str
     environ: Mapping[str, str]
 
     def place(self) -> str:
-        """The URL of an unused prefix."""
         return f"s3://{self.bucket}/{uuid.uuid4().hex}"
 
 
 def credentials(endpoint: str) -> dict[str, str]:
-    """The environment of a client of this endpoint, with credentials that it accepts."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "testing",
@@ -50,7 +46,6 @@ def without_proxies() -> dict[str, str]:
 
 @contextlib.contextmanager
 def s3_server(folder: Path) -> Iterator[Server]:
-    """The server. Moto keeps its log in `folder`, and ends with the `with`."""
     if endpoint := os.environ.get("S3_SERVER_UNDER_TEST"):
         environ = {**os.environ, "AWS_ENDPOINT_URL": endpoint}
         yield Server(os.environ.get("S3_BUCKET_UNDER_TEST", BUCKET), environ)
@@ -72,7 +67,6 @@ def s3_server(folder: Path) -> Iterator[Server]:
 
 
 def _wait_for_endpoint(log: Path, process: "subprocess.Popen[bytes]") -> str:
-    """The URL that the server prints once it listens."""
     until = time.monotonic() + START_S
     while time.monotonic() < until and process.poll() is None:
         text = log.read_text(encoding="utf-8")

@@ -3,8 +3,7 @@
     with ScriptedS3(Rule("GET", "chunks/", status=503, times=2)) as server:
         store = CloudStore.create(server.url, ...)
 
-It answers correct requests as S3 does, as far as `CloudStore` uses it. The end of the `with` checks
-that every rule has hit exactly `times` times: a test without its fault proves nothing, so it fails.
+It answers correct requests as S3 does, as far as `CloudStore` uses it.
 
 Concurrency: a thread per connection, one lock around the objects and the script.
 """
@@ -48,11 +47,11 @@ _CODES = {
 class Rule(PlannedFault):
     """A fault of the next requests of the method `operation` with `where` in their path and query.
 
-    In this order: `act` is called; with `reset` the connection is torn down before the request has
-    an effect; the server answers `status` (with `code`, `headers`) instead of carrying the request
-    out, or, with `done`, after it; `ignore` leaves out that header of the request; `edit` changes
-    the body of the answer, `flip` that bit of it; after `keep` bytes of the body the connection is
-    reset, closed, or stalls, or continues at one byte each 50 ms.
+    In this order: `act` is called; with `reset` the connection is torn down before the request
+    has an effect; the server answers `status` (with `code`, `headers`) instead of carrying the
+    request out, or, with `done`, after it; `ignore` leaves out that header of the request;
+    `edit` changes the body of the answer, `flip` that bit of it; after `keep` bytes of the body
+    the connection is reset, closed, or stalls, or continues at one byte each 50 ms.
     """
 
     act: Callable[["ScriptedS3"], None] | None = None
@@ -95,8 +94,6 @@ class ScriptedAnswer:
 
 
 class ScriptedS3(FaultScript[Rule]):
-    """The server: its objects by key, its script, and the requests that it got (`requests`)."""
-
     def __init__(
         self, *script: Rule, page_keys: int = 1000, address: tuple[str, int] = ("127.0.0.1", 0)
     ) -> None:
@@ -392,7 +389,6 @@ class _Handler(BaseHTTPRequestHandler):
                         break
 
     def _reset(self) -> None:
-        """End the connection with RST instead of FIN, after the bytes that were written."""
         time.sleep(0.02)  # without it the kernel drops the bytes before the RST
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.close()

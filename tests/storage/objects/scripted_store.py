@@ -19,7 +19,6 @@ POLICY = RetryPolicy(deadline_s=3, put_deadline_s=3, bytes_per_s_min=1 << 23)
 
 
 def chunk(text: str) -> str:
-    """The name of the chunk with an ID that begins with `text`."""
     text = text.ljust(22, "-")
     return f"{CHUNKS}{text[:4]}/{text}"
 
@@ -66,7 +65,7 @@ def store_on(
 
 @dataclass(slots=True)
 class ScriptedBucket:
-    """A store on a scripted server, which has sent it no request yet, and its pauses."""
+    """The store has sent the server no request yet."""
 
     server: ScriptedS3
     sleeps: VirtualSleep

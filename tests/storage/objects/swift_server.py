@@ -73,7 +73,6 @@ def free_ports(count: int) -> list[int]:
 
 
 def make_ring(folder: Path, kind: str, port: int) -> None:
-    """Write a ring of one partition on one device."""
     ring = str(folder / f"{kind}.builder")
     for words in (
         f"{ring} create 1 1 1",
@@ -95,7 +94,6 @@ def wait_for_port(port: int, process: "subprocess.Popen[bytes]", log: Path) -> N
 
 @contextlib.contextmanager
 def swift() -> Iterator[str]:
-    """Run Swift during the `with`; yields its endpoint."""
     with TemporaryDirectory(prefix="swift-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         (folder / "devices" / "one").mkdir(parents=True)

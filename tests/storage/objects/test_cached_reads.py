@@ -55,7 +55,6 @@ def test_bytes_on_the_disk_are_not_waited_for(store: FolderStore) -> None:
 def test_reads_that_cannot_be_answered_are_refused_and_leave_nothing_open(
     store: FolderStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond the end, of a missing object, of a link, and on a kernel without openat2."""
     missing, link = FOLDER + "aaaa" + "1" * 18, FOLDER + "aaaa" + "2" * 18
     Path(store.root, link).symlink_to(Path(store.root) / NAME)
     before = len(os.listdir("/proc/self/fd"))

@@ -56,7 +56,7 @@ CALLS: dict[str, Callable[[RetryingStore], object]] = {
 
 
 def call(bucket: ScriptedBucket, rule: Rule) -> None:
-    """Make the call that the rule concerns; the server has the objects that it needs."""
+    """The server has the objects that the call needs."""
     bucket.server.objects.pop(key(NAME), None)
     if rule.operation != "PUT":
         bucket.server.put(key(NAME), CONTENT)
@@ -388,7 +388,6 @@ def test_after_a_failure_ranges_continue_behind_the_last_one(bucket: ScriptedBuc
     ids=["the whole object", "an error page", "a part without its range"],
 )
 def test_a_200_instead_of_a_206_is_retried(bucket: ScriptedBucket, rule: Rule) -> None:
-    """Whichever way a part of an object is read."""
     bucket.server.put(key(NAME), b"0123456789")
     bucket.server.plan(replace(rule))
     assert bucket.store.get(NAME, 2, 3) == b"234"
@@ -453,7 +452,6 @@ def test_O11_without_conditional_puts_a_put_first_checks_the_store(
 
 
 def test_O11_a_conflict_is_not_a_lost_answer(bucket: ScriptedBucket) -> None:
-    """Another writer that was faster with equal content has won."""
     bucket.server.plan(Rule("PUT", NAME, act=lambda s: s.put(key(NAME), CONTENT), status=409))
     with pytest.raises(ObjectExists):
         bucket.store.put(NAME, [CONTENT])
@@ -472,7 +470,6 @@ def test_O20_requests_are_bounded(bucket: ScriptedBucket, monkeypatch: pytest.Mo
 def test_O20_each_end_of_a_read_frees_a_slot(
     bucket: ScriptedBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read that waits in vain for a slot is an error."""
     slots = threading.BoundedSemaphore(1)
     monkeypatch.setattr(cloud_requests, "_slots", slots)
     with slots, pytest.raises(ObjectStoreError, match="under way"):

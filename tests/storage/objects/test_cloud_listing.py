@@ -48,8 +48,6 @@ def always(edit: Callable[[str], str]) -> Rule:
 
 
 def reordered(order: Callable[[list[str]], Sequence[str]]) -> Rule:
-    """A rule that reorders or changes the entries of each page."""
-
     def edit(page: str) -> str:
         entries = _CONTENTS.findall(page)
         return page.replace("".join(entries), "".join(order(entries)))
@@ -127,7 +125,6 @@ def test_O12_an_unordered_listing_is_sorted_or_an_error(
 
 
 def test_O12_a_skipped_name_is_an_error(bucket: ScriptedBucket) -> None:
-    """The second name comes last, after others have been yielded."""
     bucket.server.page_keys = 1000
     bucket.server.plan(reordered(lambda entries: [*entries[:1], *entries[2:], *entries[1:2]]))
     listing = bucket.store.inner.housekeeping.names(CHUNKS)
@@ -200,7 +197,6 @@ def test_a_listing_sees_changes_made_meanwhile(bucket: ScriptedBucket) -> None:
 
 
 def test_O12_B10_keys_of_others_are_left_out_and_reported(bucket: ScriptedBucket) -> None:
-    """Those outside of the prefix are not reported."""
     foreign = [
         ".DS_Store",
         "README",

@@ -28,7 +28,6 @@ PIECES = [CONTENT[:7], CONTENT[7 : 2 * PART + 1], CONTENT[2 * PART + 1 :]]
 
 @pytest.fixture
 def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> ScriptedBucket:
-    """A store that puts objects larger than `PART` in parts."""
     limits = replace(LIMITS, put_bytes_max=PART, part_bytes=PART)
     return ScriptedBucket(server, sleeps, store_on(server, sleeps, limits=limits))
 
@@ -91,7 +90,6 @@ def test_O3_a_put_that_keeps_failing_leaves_no_object_and_no_upload(bucket: Scri
 
 
 def test_O4_a_lost_last_answer_is_no_failure(bucket: ScriptedBucket) -> None:
-    """The object exists and has our content, so the put has succeeded."""
     bucket.server.plan(Rule("POST", "uploadId", reset=True, done=True))
     bucket.store.put(NAME, PIECES)
     assert bucket.store.get(NAME) == CONTENT

@@ -106,7 +106,6 @@ def test_a_bad_endpoint_is_refused(endpoint: str) -> None:
 
 
 def profiles(home: Path) -> dict[str, str]:
-    """The environment of a user with two AWS profiles in the home folder."""
     (home / ".aws").mkdir()
     (home / ".aws" / "config").write_text(
         "[default]\nregion = eu-west-1\n[profile lab]\nendpoint_url = https://lab:9000\n"

@@ -58,7 +58,6 @@ FORKED = "an object store in the cloud was used before this process was forked"
 
 
 def run(code: str, endpoint: str, more: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The program's output; `more` is added to its environment."""
     environ = {**without_proxies(), **credentials(endpoint), "PYTHONPATH": str(TREE), **more}
     environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would be counted
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PRELUDE + code]
@@ -142,8 +141,6 @@ def test_importing_sends_nothing_and_starts_no_thread(server: ScriptedS3) -> Non
 
 
 class Redirecting(ThreadingHTTPServer):
-    """A TLS server that redirects every request, and counts them."""
-
     daemon_threads = True
     elsewhere = ""
     requests = 0
@@ -195,7 +192,6 @@ def test_O19_https_does_not_become_http(
     trusted: bool,
     complaint: str,
 ) -> None:
-    """An untrusted certificate is refused, too. Neither is retried."""
     redirecting.elsewhere = server.endpoint
     code = f"""
 try:

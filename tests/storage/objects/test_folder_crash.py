@@ -38,7 +38,6 @@ print("acknowledged", flush=True)
 
 
 def strace(log: Path, root: Path, method: str, name: str, *inject: str) -> tuple[int, list[str]]:
-    """Run the child under strace. Returns its exit status and its output."""
     traced = "trace=" + ",".join(f"/^{call}(at2?)?$" for call in CALLS)
     command = ["strace", "-f", "-qq", "-o", str(log), "-e", traced]
     for injection in inject:
@@ -64,7 +63,8 @@ def _strace_works() -> None:
 def kills(
     tmp_path: Path, method: str, name: str, prepared: FolderStore
 ) -> Iterator[tuple[str, FolderStore, int]]:
-    """Kill a child at each system call of `CALLS`. Yields call, store and its process ID."""
+    """Kill a child at each system call of `CALLS`. Yields call, store and the child's process
+    ID."""
     log, root = tmp_path / "log", tmp_path / "rehearsal"
     shutil.copytree(prepared.root, root)
     status, printed = strace(log, root, method, name)

@@ -50,7 +50,6 @@ class Syncs:
         self.fail()
 
     def fail(self, *failing: str, code: int = errno.EIO, times: int = 99) -> None:
-        """Fail for these paths, the first times of all."""
         self.failing, self.code, self.times, self.hits = failing, code, times, 0
         self.paths.clear()
 
@@ -74,7 +73,6 @@ def syncs(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> Syncs:
 
 
 def assert_untouched(store: FolderStore) -> None:
-    """Assert that the store holds only the object of before, and no temporary file."""
     assert [*store.housekeeping.names(DATASET)] == [OTHER]
     assert [*store.housekeeping.leftovers()] == []
     assert sorted(os.listdir(f"{store.root}/{CHUNKS}")) == [OTHER.rpartition("/")[2]]

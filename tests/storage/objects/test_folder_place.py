@@ -202,7 +202,6 @@ def test_O16_a_read_only_folder_of_another_user_is_read(public: FolderStore) -> 
 
 
 def test_a_listing_never_skips_a_folder_that_it_may_not_read(public: FolderStore) -> None:
-    """A folder without read permission is an error, not an empty one."""
     os.chmod(f"{public.root}/{CHUNKS}", 0o700 if os.geteuid() == 0 else 0)
     with another_user():
         store = FolderStore.open(public.root)

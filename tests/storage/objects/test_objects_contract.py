@@ -81,7 +81,6 @@ def reads(store: ObjectStore, name: str) -> list[Callable[[], object]]:
 
 
 def test_get_returns_the_bytes_of_the_put(store: ObjectStore) -> None:
-    """Even with more parts than one system call takes."""
     numbers = array.array("I", range(1000))
     parts: list[bytes | bytearray | memoryview] = [
         *(b"head", bytearray(b"er"), b"", memoryview(numbers), memoryview(b"xtailx")[1:-1]),
@@ -351,7 +350,6 @@ def test_stores_have_different_uuids(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 12)), st.integers(1, 4), st.integers(1, 20))
 def test_parts_go_together_up_to_limits(sizes: list[int], count_max: int, bytes_max: int) -> None:
-    """No batch exceeds a limit, except by a single part, and none could hold the next part, too."""
     parts = [("x", number, size) for number, size in enumerate(sizes)]
     found = [*batched_parts(parts, count_max, bytes_max)]
     assert [part for some in found for part in some] == parts
@@ -364,7 +362,6 @@ def test_parts_go_together_up_to_limits(sizes: list[int], count_max: int, bytes_
 
 
 PUBLIC = [name for name in vars(ObjectStore) if not name.startswith("_")]
-"""The methods and flags of every object store."""
 
 
 @each_row("name", PUBLIC)

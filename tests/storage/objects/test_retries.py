@@ -229,7 +229,6 @@ class _Flaky(FaultyStore):
 def test_ranges_of_a_mutable_object_are_not_continued_after_a_failure(
     time: Time, folder: FolderStore, faulty: FaultyStore, store: RetryingStore
 ) -> None:
-    """Ranges of other objects are, up to the deadline."""
     folder.replace(LEASE, [b"0123456789"])
 
     def second_range(name: str, times: int | None = 1) -> bytes:
