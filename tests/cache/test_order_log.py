@@ -5,9 +5,10 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -17,7 +18,7 @@ import pytest
 from diesel_fs.cache.disk.folder import CacheFolder
 from diesel_fs.cache.disk.logs import OrderLogFiles
 from diesel_fs.cache.disk.marker import prepare_cache_folder
-from diesel_fs.cache.order_logs import segments, writer
+from diesel_fs.cache.order_logs import maker, segments, writer
 from diesel_fs.cache.order_logs.log_set import read_once
 from diesel_fs.cache.order_logs.logs import LoggedReader, OrderLogs
 from diesel_fs.cache.order_logs.streams import LogPlan
@@ -360,19 +361,133 @@ def test_damage_of_a_living_log_is_logged_once_and_read_from_the_store(
     assert warned("are damaged") == 1
 
 
-def test_logs_of_other_orders_and_versions_are_put_aside(jobs: Jobs) -> None:
-    """They are not read, and removed when their room is needed."""
+def test_an_order_that_was_not_foreseen_is_known_when_it_begins(jobs: Jobs) -> None:
+    """As that of a script's second epoch: the log is then rewritten for it, in few reads, and in
+    the room of one log."""
+    job = jobs.start(NEARLY_TOTAL)
+    job.epoch(0, None)
+    job.begin(1, None)
+    before = job.logs.stats()["log_reads"]
+    job.epoch_from_disk(1, 2)
+    assert job.logs.stats()["log_reads"] - before < 3 * SEGMENTS
+    job.epoch_from_disk(2, 3)
+    assert job.logs.stats()["log_refused"] == 0
+    assert len(job.files()) == 1 + 1  # of this epoch, and of the next one
+
+
+def test_half_a_log_is_rewritten_for_an_unforeseen_order(jobs: Jobs) -> None:
+    """What it has is half of the next epoch, too, and makes room for the half after that."""
+    room = TOTAL // 2 + 2 * STAGED + 2 * SEGMENT
+    job = jobs.start(room)
+    job.epoch(0, None)
+    for number in (1, 2):
+        before = job.logs.stats()["log_hit_bytes"]
+        job.epoch(number, number + 1)
+        assert 0.42 < (job.logs.stats()["log_hit_bytes"] - before) / TOTAL < 0.52
+        assert job.logs.stats()["log_bytes"] <= room
+    assert job.logs.stats()["log_refused"] == 0
+
+
+def test_a_reader_may_be_anywhere_when_a_log_is_rewritten_for_it(job: Job) -> None:
+    """Files that it reads meanwhile come from either log, and those that it has passed come to the
+    next one."""
+    job.epoch(0, None)
+    job.logs.set_plan([LogPlan("train", job.order(1), job.order(2))])
+    wanted = job.order(1)
+    before = job.store.bytes_read()
+    for begin in range(0, len(wanted), 20):
+        job.check(wanted[begin : begin + 20])
+        job.logs.passed("train", begin)
+    job.logs.settle()
+    assert job.store.bytes_read() - before <= LARGE * 1.1
+    job.epoch_from_disk(2, 3)
+
+
+@pytest.mark.parametrize("following", [None, 21])
+def test_logs_of_other_orders_are_rewritten_for_a_new_process(
+    jobs: Jobs, following: int | None
+) -> None:
+    """Whether it knows its next order or not. The room is that of one log."""
     one = jobs.start(NEARLY_TOTAL)
     one.epoch(0, 1)
+    one.epoch(1, 2, part=0.4)
     one.close()
-    [old] = one.files()
     other = jobs.start(NEARLY_TOTAL)
-    other.epoch(20, 21)
-    assert other.logs.stats()["log_hits"] == other.logs.stats()["log_refused"] == 0
+    other.epoch_from_disk(20, following)
     other.epoch_from_disk(21, 22)
+    assert other.logs.stats()["log_refused"] == 0
     other.close()
     assert len(other.files()) == 1
+
+
+def test_a_rewritten_log_that_is_read_again_stays_as_it_is(jobs: Jobs) -> None:
+    """Half of the files, in the order in which another process reads them again."""
+    room = TOTAL // 2 + 2 * STAGED + 2 * SEGMENT
+    one = jobs.start(room)
+    one.epoch(0, None)
+    one.begin(1, 2)
+    one.close()
+    other = jobs.start(room)
+    other.begin(1, 2)
+    assert other.logs.stats()["log_rewritten"] == 0
+    other.epoch(1, 2)
+    assert other.logs.stats()["log_hit_bytes"] > 0.42 * TOTAL
+
+
+def test_logs_of_other_versions_are_put_aside(tmp_path: Path) -> None:
+    """They are not read, and removed when their room is needed."""
+    with LocalRepository.open((tmp_path / "store").as_uri(), create=True) as repository:
+        store, place = Counting(repository), tmp_path / "c"
+        view = put_files(repository, "ds", tmp_path / "source", FILES, "lz4")
+        with closing(Job(view, store, place, NEARLY_TOTAL)) as one:
+            one.epoch(0, 1)
+        [old] = one.files()
+        view = put_files(repository, "ds", tmp_path / "source", {"0/f0000": b"new"}, "lz4")
+        with closing(Job(view, store, place, NEARLY_TOTAL)) as other:
+            other.content[view.lookup(b"0/f0000")] = b"new"
+            other.epoch(20, 21)
+            assert other.logs.stats()["log_hits"] == other.logs.stats()["log_refused"] == 0
+            other.epoch_from_disk(21, 22)
+    assert len(other.files()) == 1
     assert not old.exists()
+
+
+def test_a_log_of_which_few_files_are_read_is_put_aside(jobs: Jobs) -> None:
+    """A reader of other files may come for it."""
+    with closing(jobs.start()) as one:
+        one.epoch(0, 1)
+    few = jobs.start()
+    few.logs.set_plan([LogPlan("few", few.order(2)[:500].copy(), few.order(3)[:500].copy())])
+    few.logs.settle()
+    assert few.logs.stats()["log_rewritten"] == 0
+    few.close()
+    jobs.start().epoch_from_disk(3, 4)
+
+
+def test_a_kill_while_a_log_is_rewritten_loses_no_byte(jobs: Jobs) -> None:
+    """The next process reads everything right, and most of it from what both logs have."""
+    child = os.fork()
+    if not child:
+        try:
+            move, moved = LogWriter._move, count()
+
+            def die(self: LogWriter, *arguments: object) -> None:
+                if next(moved) == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                move(self, *arguments)  # type: ignore[arg-type]  # handed on as they came
+
+            pytest.MonkeyPatch().setattr(LogWriter, "_move", die)  # the process ends with it
+            one = jobs.start(NEARLY_TOTAL)
+            one.epoch(0, None)
+            one.epoch(1, 2)
+        finally:
+            os._exit(3)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "nothing was rewritten"
+    for seed in (5, 1):
+        other = jobs.start(NEARLY_TOTAL)
+        assert other.epoch(seed, seed + 1) <= LARGE * 1.1 + 2 * STAGED
+        other.close()
 
 
 def test_a_second_mount_of_the_same_order_goes_without(jobs: Jobs, warned: Words) -> None:
@@ -408,6 +523,7 @@ def test_a_file_system_that_cannot_punch(
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     monkeypatch.setattr(writer, "punch_hole", refuse)
+    monkeypatch.setattr(maker, "punch_hole", refuse)
     job = jobs.start(NEARLY_TOTAL)
     for number in range(3):
         job.epoch(number, number + 1)
@@ -495,11 +611,4 @@ def _die_at(point: str) -> None:
     patch.setattr(writer, "punch_hole", punch)
     patch.setattr(os, "fdatasync", before("sync", os.fdatasync))
     patch.setattr(OrderLogFiles, "remove", before("remove", OrderLogFiles.remove))
-    change = LogWriter._change_logs
-
-    def switched(self: LogWriter, gone: Sequence[object], *rest: object) -> None:
-        if point == "switch" and gone:
-            os.kill(os.getpid(), signal.SIGKILL)
-        change(self, gone, *rest)  # type: ignore[arg-type]  # handed on as they came
-
-    patch.setattr(LogWriter, "_change_logs", switched)
+    patch.setattr(LogWriter, "_retire", before("switch", LogWriter._retire))

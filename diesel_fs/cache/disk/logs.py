@@ -7,7 +7,7 @@ import stat
 from uuid import UUID
 
 from ...errors import BusyError
-from .folder import LOGS, CacheFolder
+from .folder import LOG_NAME, LOGS, CacheFolder
 from .locks import FILE_FLAGS, try_lock
 
 
@@ -31,11 +31,16 @@ class OrderLogFiles:
         """The limit of the whole cache folder."""
         return self._folder.limit_bytes
 
-    def open(self, name: str) -> int:
-        """Open and lock the file of an order log, made if it is absent. The lock ends when its
-        descriptor is closed. Raises BusyError if another process uses the log; OSError."""
+    def names(self) -> list[str]:
+        """The names of all order logs of the dataset. Raises OSError."""
+        return [name for name in sorted(os.listdir(self._place)) if LOG_NAME.fullmatch(name)]
+
+    def open(self, name: str, *, makes: bool = True) -> int:
+        """Open the file of an order log, and lock it. With `makes` it is made if it is absent.
+        Returns its descriptor; the lock ends when the caller closes that. Raises BusyError if
+        another process uses the log; OSError."""
         path = f"{self._place}/{name}"
-        file = os.open(path, os.O_RDWR | os.O_CREAT | FILE_FLAGS, 0o600)
+        file = os.open(path, os.O_RDWR | (os.O_CREAT if makes else 0) | FILE_FLAGS, 0o600)
         if stat.S_ISREG(os.fstat(file).st_mode) and try_lock(file, fcntl.LOCK_EX):
             return file
         os.close(file)

@@ -8,6 +8,7 @@ from the store. A failure of the disk is logged once, and the logs pause.
 Start in `logs.py`, whose classes a mount's prefetch worker calls (`LoggedReader` there puts the
 logs in front of another reader). `streams.py` decides which log each stream (a reader with an order
 of its own) reads and writes, and `layout.py` the place of each entry; both are pure. `log_set.py`
-has the logs that exist. `segments.py` reads ahead, `writer.py` is the thread that makes, writes and
-removes logs. `addresses.py` passes the places of entries to the mount's server.
+has the logs that exist. `segments.py` reads ahead, `writer.py` is the thread that writes, rewrites
+and removes logs, and `maker.py` makes them there. `addresses.py` passes the places of entries to
+the mount's server.
 """

@@ -7,8 +7,9 @@ III-C, needs some 700). Pure.
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from uuid import UUID
 
 import numpy as np
@@ -17,7 +18,7 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from ...errors import FormatError
 from ...format.entries import Bytes
-from ...orders.plan import Entries
+from ...orders.plan import NO_ENTRIES, Entries
 
 SEGMENT_BYTES = 8 << 20
 """An order is cut into segments of this size: enough for a disk to read at its full rate. Since
@@ -33,6 +34,9 @@ file."""
 
 _MAGIC, _FORMAT = b"DSLORDER", 1
 _HEAD = struct.Struct("<8sIIIIQ16sQQ")
+HEAD_BYTES = _HEAD.size
+"""The part of a header with a fixed size."""
+
 _CHECKSUM_BYTES = 8
 _UNIT_MIN, _UNITS_MAX = 8, 1 << 32
 _NO_SEGMENT, _NO_PLACE = SEGMENTS_MAX - 1, (1 << 32) - 1
@@ -95,6 +99,17 @@ class LogCut:
         np.cumsum(ends, out=ends)
         self.segment = np.zeros(len(ends), np.uint16)
         self.segment[1:] = ends[:-1] // np.uint32(segment_bytes // self.unit)
+
+    @classmethod
+    def of_segments(
+        cls, segments: Sequence[Entries], sizes: Sizes, unit: int, segment_bytes: int
+    ) -> "LogCut":
+        """The cut of a log with these segments, whose order is not known."""
+        cut = cls(NO_ENTRIES, sizes, np.zeros(len(sizes), np.bool_))
+        cut.entries = cut._order = np.concatenate([NO_ENTRIES, *segments])
+        cut.segment = np.repeat(np.arange(len(segments)), [*map(len, segments)]).astype(np.uint16)
+        cut.unit, cut.segment_bytes = unit, segment_bytes
+        return cut
 
     @property
     def entry_count(self) -> int:
@@ -167,9 +182,12 @@ class LogLayout:
     is at the position `position_behind[s]` of the order has read all of segment s.
     """
 
-    def __init__(self, cut: LogCut, entries: Entries, limit_bytes: int) -> None:
+    def __init__(
+        self, cut: LogCut, entries: Entries, limit_bytes: int, starts: Sequence[int] | None = None
+    ) -> None:
         """`entries` are the entries of the cut, sorted by segment. The log gets as many segments,
-        from the first on, as fit in `limit_bytes`."""
+        from the first on, as fit in `limit_bytes`. `starts`: where each segment begins; None: each
+        begins where the one before it ends."""
         segments = int(cut.segment[-1]) + 1 if len(entries) else 0
         first = np.searchsorted(cut.segment, np.arange(segments + 1))
         behind = np.concatenate([np.zeros(1, np.uint32), cut.stored_units(entries)])
@@ -178,7 +196,7 @@ class LogLayout:
         counts, content = np.diff(first), np.diff(behind[first]).astype(np.int64) * unit
         header = _aligned(_HEAD.size + 4 * counts + _CHECKSUM_BYTES)
         sizes = np.where(counts > 0, header + _aligned(content), 0)
-        end = np.cumsum(sizes)
+        end = np.cumsum(sizes) if starts is None else np.array(starts, np.int64) + sizes
         kept = int(np.searchsorted(end, limit_bytes, "right"))
         self.first, self.end = first[: kept + 1], end[:kept]
         self.start = self.end - sizes[:kept]
@@ -248,23 +266,56 @@ class LogLayout:
         return content + xxh3_64_digest(content)[::-1]
 
 
+class SegmentHeader(NamedTuple):
+    """The header of a segment, as it lies in a file."""
+
+    number: int
+    unit: int
+    segment_bytes: int
+    log: LogIdentity
+    entries: Entries
+
+    def stored_bytes(self, sizes: Sizes) -> int:
+        """The bytes of the segment in the file. `sizes` has the bytes of each entry of the
+        dataset."""
+        units = -(-sizes[self.entries].astype(np.int64) // self.unit)
+        content = _aligned(np.array([units.sum() * self.unit]))
+        return header_bytes(len(self.entries)) + int(content[0])
+
+
 def parse_header(content: Bytes, segment: int, cut: LogCut, log: LogIdentity) -> Entries:
     """The entries of a segment, as they lie in the file. `content` begins with the segment's
     header, and may be longer. Raises FormatError unless it is a sound header of this segment and
     log."""
-    if len(content) < _HEAD.size:
-        raise FormatError("the header of a segment is cut off")
-    magic, version, number, count, *rest = _HEAD.unpack_from(content)
-    if (magic, version, number) != (_MAGIC, _FORMAT, segment):
-        raise FormatError("no header of this segment")
-    if rest != [cut.unit, cut.segment_bytes, log.identity.bytes, log.version, log.order]:
+    found = parse_any_header(content)
+    expected = (segment, cut.unit, cut.segment_bytes, log)
+    if (found.number, found.unit, found.segment_bytes, found.log) != expected:
         raise FormatError("a segment of another log")
+    return found.entries
+
+
+def parse_any_header(content: Bytes) -> SegmentHeader:
+    """As `parse_header`, for a segment of any log."""
+    count = parse_entry_count(content)
+    _, _, number, _, unit, segment_bytes, identity, version, order = _HEAD.unpack_from(content)
     end = _HEAD.size + 4 * count
     if end + _CHECKSUM_BYTES > len(content):
         raise FormatError("the header of a segment is cut off")
     if xxh3_64_digest(content[:end])[::-1] != content[end : end + _CHECKSUM_BYTES]:
         raise FormatError("the header of a segment is damaged")
-    return np.frombuffer(content, "<u4", count, _HEAD.size).astype(np.uint32)
+    entries = np.frombuffer(content, "<u4", count, _HEAD.size).astype(np.uint32)
+    log = LogIdentity(UUID(bytes=identity), version, order)
+    return SegmentHeader(number, unit, segment_bytes, log, entries)
+
+
+def parse_entry_count(content: Bytes) -> int:
+    """The number of entries in the segment whose header begins so. Raises FormatError."""
+    if len(content) < _HEAD.size:
+        raise FormatError("the header of a segment is cut off")
+    magic, version, _, count, *_ = _HEAD.unpack_from(content)
+    if (magic, version) != (_MAGIC, _FORMAT):
+        raise FormatError("no header of a segment")
+    return int(count)
 
 
 def header_bytes(count: int) -> int:

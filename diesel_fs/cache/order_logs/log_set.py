@@ -29,7 +29,7 @@ log = logging.getLogger("diesel.mount")
 
 _COUNTS = (
     *("log_hits", "log_hit_bytes", "log_misses", "log_reads", "log_writes", "log_written_bytes"),
-    *("log_released_bytes", "log_wrong", "log_refused", "log_recovered"),
+    *("log_released_bytes", "log_wrong", "log_refused", "log_recovered", "log_rewritten"),
 )
 
 
@@ -37,6 +37,9 @@ _COUNTS = (
 class Log:
     """One log: its file, and which of its entries are there."""
 
+    order: int
+    """The digest of the order in which a stream reads it. It is that of `identity`, unless the log
+    has only those files of the order that older logs had."""
     identity: LogIdentity
     layout: LogLayout
     file: int
@@ -51,6 +54,8 @@ class Log:
     has_header: Mask = field(init=False)  # by segment: the header is in the file
     is_released: Mask = field(init=False)  # by segment: its room is free again, or soon will be
     passed: int = 0  # segments that the reader has passed
+    is_filling: bool = False
+    """Whether contents of older logs are still being copied to it (`rewriting.py`)."""
 
     def __post_init__(self) -> None:
         places, segments = len(self.layout.entries), self.layout.segments
@@ -90,7 +95,7 @@ class LogSet:
         """For each entry, whether logs may have it: files with content in one extent."""
         self.is_logged &= kinds(columns.flags) == Kind.FILE
         self.by_order: dict[int, Log] = {}
-        """The logs by the digests of their orders."""
+        """The logs by `Log.order`."""
         self.current_orders: frozenset[int] = frozenset()
         """The digests of the orders that are being read."""
         self.next: frozenset[int] = frozenset()
@@ -103,14 +108,20 @@ class LogSet:
         """The logs that are being written."""
         return [found for digest in self.next if (found := self.by_order.get(digest))]
 
+    def is_read_whole(self, found: Log) -> bool:
+        """Whether segments of a log are read whole: a reader has its order, and no more contents of
+        older logs come."""
+        return found.order in self.current_orders and not found.is_filling
+
     def readable(self) -> list[Log]:
-        """The logs to read from; logs in the order of a current reader come first. None during a
-        pause."""
+        """The logs to read from. Logs in the order of a current reader come first. Logs that are
+        being filled come last: a file is in the older log until it is in the new one. None during
+        a pause."""
         if self.is_paused:
             return []
         return sorted(
             [*self.by_order.values()],
-            key=lambda each: each.identity.order not in self.current_orders,
+            key=lambda each: (each.is_filling, not self.is_read_whole(each)),
         )
 
     def missing(self, entries: Entries) -> Entries:
@@ -129,6 +140,15 @@ class LogSet:
             is_there[is_there] = ~each.is_sure[places[is_there]]
             wanted |= is_there
         return wanted
+
+    def pieces(
+        self, found: Log, places: Places, content: memoryview, start: int
+    ) -> list[memoryview]:
+        """The contents at these places out of the bytes of a log's file from `start` on."""
+        begins = found.layout.offset(places) - start
+        sizes = self.snapshot.columns.size[found.layout.entries[places]].astype(np.int64)
+        spans = zip(begins.tolist(), (begins + sizes).tolist(), strict=True)
+        return [content[begin:end] for begin, end in spans]
 
     def check(self, found: Log, places: Places, contents: Sequence[memoryview]) -> Mask:
         """For each content that was read at these places, whether its checksum is that of its

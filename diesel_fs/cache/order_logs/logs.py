@@ -81,13 +81,13 @@ class OrderLogs:
         for name in self._streams.set_plans(plans, self._set.by_order):
             self._set.warn(
                 "another order",
-                "%s reads another order than was announced: the files that the log of that one has"
-                " are read from it one by one",
+                "%s reads another order than was announced: its log is rewritten for this one, or"
+                " read file by file",
                 name,
             )
         self._set.current_orders = self._streams.current_orders
         self._set.next = frozenset(self._streams.following.values())
-        self._writer.change(self._streams.orders, self._set.next, self._streams.arrivals())
+        self._writer.change(self._streams.wanted())
 
     def settle(self) -> None:
         """Wait until the logs are made, and all added contents are written."""
@@ -97,6 +97,7 @@ class OrderLogs:
         """Note that the reader of a stream has read all before this position of its current order.
         Segments before that are released; if they must first be read for the next logs, only
         `SAVED_AT_ONCE` in one call."""
+        self._writer.tidy()
         found = self._set.by_order.get(self._streams.current(name))
         if found is not None:
             behind = int(np.searchsorted(found.layout.position_behind, position, "right"))
@@ -121,7 +122,7 @@ class OrderLogs:
         before the segments are released: a reader that outruns the mount passes segments that the
         mount has not read. Reads at most `most` segments. Returns how many of `segments`, from the
         first on, may be released."""
-        if self._set.is_paused or found.identity.order in self._set.next:  # nothing to save
+        if self._set.is_paused or found.order in self._set.next:  # nothing to save
             return len(segments)
         for at, segment in enumerate(segments):
             some = found.places_in(segment)
@@ -166,7 +167,7 @@ class OrderLogs:
             places = places[is_here]
             if not len(places):
                 continue
-            if each.identity.order in self._set.current_orders:
+            if self._set.is_read_whole(each):
                 numbers = np.unique(each.layout.segment_of(places)).tolist()
                 if not self._segments.prefetch(each, numbers):
                     return
@@ -184,9 +185,8 @@ class OrderLogs:
         return self._read_s / hits * count if hits else 0.0
 
     def holds(self, order: Entries) -> bool:
-        """Whether at least half of an order can be read from its own log."""
-        found = self._log_of(order)
-        return found is not None and bool(2 * np.count_nonzero(found.is_present) >= len(order))
+        """Whether at least half of an order can be read from logs."""
+        return 2 * len(self.missing(order)) <= len(order)
 
     def _log_of(self, order: Entries | None) -> Log | None:
         digest = self._streams.digest(order)
@@ -208,7 +208,7 @@ class OrderLogs:
         order = np.argsort(places)
         places, entries = places[order], entries[order]
         try:
-            if found.identity.order in self._set.current_orders:
+            if self._set.is_read_whole(found):
                 contents, is_right = self._segments.contents(found, places)
             else:
                 contents = self._one_by_one(found, places)
@@ -250,9 +250,11 @@ class OrderLogs:
     def _deliver(self, found: Log, places: Places) -> None:
         """Note that entries of a log were read, and release the segments that are read to the
         end."""
-        if found.identity.order in self._set.next:  # the next epoch reads them again
+        if found.order in self._set.next:  # the next epoch reads them again
             return
         found.is_delivered[places] = True
+        if found.is_filling:  # more entries may come to its segments
+            return
         segments = np.unique(found.layout.segment_of(places)).tolist()
         self._writer.release(found, [each for each in segments if found.is_done(each)])
 

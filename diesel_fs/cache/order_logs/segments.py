@@ -57,7 +57,7 @@ class SegmentReader:
             if len(self._reading) >= SEGMENTS_AHEAD * len(self._set.current_orders):
                 # A segment may have been read in vain, as the mount had all its files already
                 digest, oldest = next(iter(self._reading))
-                if digest != found.identity.order or oldest >= number - SEGMENTS_AHEAD:
+                if digest != found.order or oldest >= number - SEGMENTS_AHEAD:
                     return False
                 del self._reading[digest, oldest]
             self._begin(found, number)
@@ -83,7 +83,7 @@ class SegmentReader:
         """Wait for a segment, which may have been read ahead. The first time, all its entries that
         the next logs lack are staged, also entries that the mount still has in memory. Raises
         OSError."""
-        key = found.identity.order, number
+        key = found.order, number
         segment = self._segments.get(key)
         if segment is not None:
             self._segments.move_to_end(key)
@@ -92,12 +92,13 @@ class SegmentReader:
         reading, places = self._reading.pop(key)
         content = reading.result()
         first, behind = int(found.layout.first[number]), int(found.layout.first[number + 1])
-        whole = self._cut(found, number, content, np.arange(first, behind))
+        start = int(found.layout.start[number])
+        whole = self._set.pieces(found, np.arange(first, behind), content, start)
         contents = whole if len(places) == len(whole) else [whole[at - first] for at in places]
         is_right = self._set.check(found, places, contents)
         segment = _Segment(whole, np.zeros(behind - first, np.bool_))
         segment.is_right[places[is_right] - first] = True
-        if found.identity.order not in self._set.next:
+        if found.order not in self._set.next:
             entries = found.layout.entries[places]
             lacking = is_right & self._writer.lacking(entries)
             if not lacking.all():
@@ -112,7 +113,7 @@ class SegmentReader:
 
     def _begin(self, found: Log, number: int) -> None:
         """Begin to read a segment, unless it is in memory or being read."""
-        key = found.identity.order, number
+        key = found.order, number
         if key not in self._segments and key not in self._reading:
             start, end = int(found.layout.start[number]), int(found.layout.end[number])
             first, behind = int(found.layout.first[number]), int(found.layout.first[number + 1])
@@ -121,12 +122,3 @@ class SegmentReader:
             reading = self._readers.submit(read_once, found.file, start, end - start)
             self._reading[key] = reading, places
             self._set.counts["log_reads"] += 1
-
-    def _cut(
-        self, found: Log, number: int, content: memoryview, places: Places
-    ) -> list[memoryview]:
-        """The contents at these places out of the bytes of their segment."""
-        begins = found.layout.offset(places) - found.layout.start[number]
-        sizes = self._set.snapshot.columns.size[found.layout.entries[places]].astype(np.int64)
-        spans = zip(begins.tolist(), (begins + sizes).tolist(), strict=True)
-        return [content[begin:end] for begin, end in spans]

@@ -4,8 +4,8 @@ Pure.
 An *order log* is a file with a dataset's files in the order in which they will be read
 (`../ORDER_LOG.md`). A *stream* is a reader with an order of its own, for example one rank of a
 training job. It reads the log of its order if there is one. If the stream's next order is unknown,
-the files of this epoch are logged as they are read, in this epoch's own log; in the next epoch the
-stream reads that log entry by entry.
+the files of this epoch are logged as they are read, in this epoch's own log. When the next order is
+known, that log is rewritten for it; until then the stream reads the log entry by entry.
 """
 
 from collections.abc import Collection, Sequence
@@ -36,6 +36,20 @@ class LogPlan:
         )
 
     __hash__ = None  # type: ignore[assignment]  # plans are only compared
+
+
+@dataclass(frozen=True, slots=True)
+class WantedLogs:
+    """The logs that the streams want. A log is named by the digest of its order."""
+
+    orders: dict[int, Entries]
+    """The orders of all these logs by digest; those that are being read come first."""
+    following: frozenset[int]
+    """The logs that will be written, for the next epochs."""
+    unforeseen: frozenset[int]
+    """Those of the orders that are being read that may be made of other logs, if they have none."""
+    arrivals: Entries
+    """The order in which contents will come."""
 
 
 class StreamLogs:
@@ -72,13 +86,16 @@ class StreamLogs:
         surprised = []
         for each in plans:
             # The stream's files lie in the log of its order, or, if that order was not foreseen, in
-            # the log that was written while the stream read the epoch before
+            # the log that was written while the stream read the epoch before. If the next order is
+            # known, that log is rewritten for this order
             written, announced = self.following.get(each.name), self._announced.get(each.name)
             before = self.sources.get(each.name, written)
             if (current := self.digest(each.current)) is not None:
                 is_another = self._current.get(each.name) != current
                 source = written if is_another and written is not None else before
-                sources[each.name] = current if source is None or current in existing else source
+                if source is None or current in existing or each.following is not None:
+                    source = current
+                sources[each.name] = source
                 if is_another and announced is not None and announced != current:
                     surprised.append(each.name)
             next_log = self.digest(each.following)
@@ -95,6 +112,12 @@ class StreamLogs:
         self.orders = {digest: orders[digest] for digest in wanted}
         return surprised
 
+    def wanted(self) -> WantedLogs:
+        own = frozenset(self.sources.values()) & self.current_orders
+        orders = dict(sorted(self.orders.items(), key=lambda each: each[0] not in own))
+        following = frozenset(self.following.values())
+        return WantedLogs(orders, following, own, self._arrivals())
+
     @property
     def current_orders(self) -> frozenset[int]:
         """The digests of the orders that are being read."""
@@ -109,7 +132,7 @@ class StreamLogs:
         found = self._digests.get(id(order))
         return None if order is None or found is None else found[1]
 
-    def arrivals(self) -> Entries:
+    def _arrivals(self) -> Entries:
         """All orders that are being read, merged into one order, as if all streams were always
         through with the same part of their orders."""
         orders = [each.current for each in self.plans if each.current is not None]

@@ -10,10 +10,9 @@ caller waits only if the disk is more than one write behind.
 """
 
 import contextlib
-import errno
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,25 +20,15 @@ from os import POSIX_FADV_DONTNEED
 
 import numpy as np
 
-from ...errors import BusyError, FormatError
-from ...orders.plan import Entries
+from ...orders.plan import NO_ENTRIES, Entries
 from ...system.syscalls import punch_hole
 from ..disk.logs import OrderLogFiles
-from .layout import (
-    BLOCK_BYTES,
-    LogCut,
-    LogIdentity,
-    LogLayout,
-    Mask,
-    header_bytes,
-    parse_header,
-)
-from .log_set import Log, LogSet, read_into
+from .layout import Mask
+from .log_set import Log, LogSet, read_once
+from .maker import LogMaker
+from .streams import WantedLogs
 
 log = logging.getLogger("diesel.mount")
-
-_NO_LIMIT = 1 << 62
-_TAKES_NOTHING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +38,32 @@ class _Staged:
     entries: list[Entries] = field(default_factory=list)
     contents: list[memoryview] = field(default_factory=list)
     bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Rewriting:
+    """The older logs whose contents are being moved, and the logs that get them."""
+
+    older: list[Log]
+    targets: list[Log]
+    _log: int = 0  # the index of the next segment's log, and its number
+    _segment: int = 0
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there may be segments to move."""
+        return self._log < len(self.older)
+
+    def next_segment(self) -> tuple[Log, int] | None:
+        """The next segment to move; None after the last one."""
+        while self.is_under_way:
+            found, segment = self.older[self._log], self._segment
+            self._segment += 1
+            if segment >= found.layout.segments:
+                self._log, self._segment = self._log + 1, 0
+            elif not found.is_released[segment]:
+                return found, segment
+        return None
 
 
 class LogWriter:
@@ -65,7 +80,15 @@ class LogWriter:
         self._releasing: list[tuple[Log, int]] = []  # to release after the staged contents
         self._writing: Future[None] | None = None
         self._changing: Future[None] | None = None
-        self._can_punch = True
+        self._maker = LogMaker(
+            logs,
+            files,
+            reserved_bytes=2 * staged_bytes + 2 * segment_bytes,
+            segment_bytes=segment_bytes,
+        )
+        self._rewriting = _Rewriting([], [])
+        self._retired: list[Log] = []  # in no set any more; `tidy` removes them
+        self._is_closing = False
         self._thread = ThreadPoolExecutor(1, "order-log")
 
     @property
@@ -73,14 +96,10 @@ class LogWriter:
         """Bytes that wait to be written."""
         return self._staged.bytes
 
-    def change(
-        self, wanted: Mapping[int, Entries], following: frozenset[int], arrivals: Entries
-    ) -> None:
-        """Begin to remove the logs that are not `wanted` (orders by digest), and to make the wanted
-        logs that are missing. The logs of `following` will be written; new ones are laid out for
-        entries that come in the order `arrivals`."""
-        gone = [self._set.by_order.pop(each) for each in self._set.by_order.keys() - wanted.keys()]
-        self._changing = self._thread.submit(self._change_logs, gone, wanted, following, arrivals)
+    def change(self, wanted: WantedLogs) -> None:
+        """Begin to make the wanted logs that are missing, to rewrite other logs for orders that
+        were not foreseen, and to remove the others."""
+        self._changing = self._thread.submit(self._change_logs, wanted)
 
     def lacking(self, entries: Entries) -> Mask:
         """For each of these files, whether a next log should have it and lacks it."""
@@ -120,7 +139,7 @@ class LogWriter:
     def release(self, found: Log, segments: Sequence[int]) -> None:
         """Free the room of segments, once their contents are written to the next logs. Does nothing
         if the next epoch reads this log again."""
-        if found.identity.order in self._set.next:
+        if found.order in self._set.next:
             return
         for segment in segments:
             if not found.is_released[segment]:
@@ -129,19 +148,31 @@ class LogWriter:
         if not self._staged.contents:
             self._punch_released()
 
+    def tidy(self) -> None:
+        """Remove the files of logs that are read no more. Does not wait."""
+        # Here and not in the thread, which could close a file while the caller reads it
+        while self._retired:
+            each = self._retired.pop()
+            self._thread.submit(self._files.remove, each.identity.file_name, each.file)
+
     def settle(self) -> None:
-        """Wait until the logs are made, and the staged contents are written."""
+        """Wait until the logs are made and rewritten, and the staged contents are written."""
         self.flush()
-        self._thread.submit(lambda: None).result()
+        is_settled = False
+        while not is_settled:
+            self._thread.submit(lambda: None).result()
+            is_settled = not self._retired and not self._rewriting.is_under_way
+            self.tidy()
 
     def close(self) -> None:
         """Write the staged contents, and close the files, which stay for the next mount. Logs that
         hold nothing are removed."""
+        self._is_closing = True
         with contextlib.suppress(OSError):
-            self.settle()
+            self.flush()
         self._thread.shutdown()
-        for each in self._set.by_order.values():
-            if each.is_present.any():
+        for each in [*self._set.by_order.values(), *self._retired]:
+            if each.is_present.any() and each not in self._retired:
                 os.close(each.file)
             else:
                 self._files.remove(each.identity.file_name, each.file)
@@ -155,107 +186,149 @@ class LogWriter:
         for found, segment in releasing:
             self._thread.submit(self._punch, found, segment)
 
-    def _change_logs(
-        self,
-        gone: Sequence[Log],
-        wanted: Mapping[int, Entries],
-        following: frozenset[int],
-        arrivals: Entries,
-    ) -> None:
-        """Remove logs (`gone`, and others that are not wanted), and make the missing ones."""
+    def _change_logs(self, wanted: WantedLogs) -> None:
         try:
-            # Logs that an earlier call has made since `change` looked
-            late = [
-                self._set.by_order.pop(digest)
-                for digest in self._set.by_order.keys() - wanted.keys()
-            ]
-            for each in [*gone, *late]:
-                if self._set.addresses is not None:
-                    self._set.addresses.remove_log(each.identity.order, each.layout.entries)
-                self._files.remove(each.identity.file_name, each.file)
-            total = sum(len(wanted[digest]) for digest in following)
-            for digest in sorted(wanted, key=following.__contains__):  # current ones first
-                share = len(wanted[digest]) / max(total, 1)
-                if digest not in self._set.by_order:
-                    self._make(digest, wanted[digest], arrivals, share, is_new=digest in following)
+            by_order, following = self._set.by_order, wanted.following
+            total = sum(len(wanted.orders[digest]) for digest in following)
+            shares = {each: len(wanted.orders[each]) / max(total, 1) for each in following}
+            before = frozenset(by_order)
+            for digest, order in wanted.orders.items():
+                if digest not in by_order:
+                    self._note_made(self._maker.open(digest, order, shares.get(digest)))
                 elif digest not in following:
-                    os.fdatasync(self._set.by_order[digest].file)
+                    os.fdatasync(by_order[digest].file)
+            opened = [by_order[each] for each in wanted.unforeseen & (by_order.keys() - before)]
+            self._begin_rewriting(wanted, opened)
+            for digest in following - by_order.keys():
+                order = wanted.orders[digest]
+                self._note_made(self._maker.make(digest, order, wanted.arrivals, shares[digest]))
         except OSError as error:
             self._set.pause("write", error)
         except Exception:  # files are read from the store then
             log.exception("unexpected error in an order log")
 
-    def _limit_bytes(self) -> int:
-        """The bytes that the logs of one epoch may take together."""
-        limit_bytes = self._files.limit_bytes - 2 * self._staged_bytes - 2 * self._segment_bytes
-        return max(limit_bytes if self._can_punch else limit_bytes // 2, 0)
+    def _note_made(self, made: Log | None) -> None:
+        if made is not None:
+            self._set.by_order[made.order] = made
 
-    def _make(
-        self, digest: int, order: Entries, arrivals: Entries, share: float, *, is_new: bool
-    ) -> None:
-        """Open or make the log of an order, which may take `share` (a fraction) of the room for the
-        logs of one epoch. `is_new`: whether it will be written; a log that would only be read is
-        not made. Raises OSError."""
-        identity = LogIdentity(self._set.snapshot.identity, self._set.snapshot.version, digest)
-        try:
-            file = self._files.open(identity.file_name)
-        except BusyError as error:
-            self._set.warn(f"busy {digest}", "this mount has no order log: %s", error.message)
-            return
-        size = os.fstat(file).st_size
-        if not size and not is_new:
-            self._files.remove(identity.file_name, file)
-            return
-        try:
-            self._check_punching(file)
-            cut = LogCut(
-                order, self._set.snapshot.columns.size, self._set.is_logged, self._segment_bytes
-            )
-            headers = self._read_headers(file, cut, identity) if size else {}
-            if headers:
-                entries, right = cut.from_headers(headers)
-            else:
-                entries, right = cut.by_arrival(arrivals), []
-            limit_bytes = int(self._limit_bytes() * share) if is_new else _NO_LIMIT
-            made = Log(identity, LogLayout(cut, entries, limit_bytes), file, bool(headers))
-        except BaseException:
-            os.close(file)
-            raise
-        for segment in right:
-            if segment < made.layout.segments:
-                made.has_header[segment] = True
-                first, behind = made.layout.first[segment : segment + 2]
-                made.is_present[first:behind] = True
-        self._set.counts["log_recovered"] += bool(headers)
+    def _begin_rewriting(self, wanted: WantedLogs, opened: Sequence[Log]) -> None:
+        """Make logs for unforeseen orders out of logs that no stream wants any more, and remove the
+        others of these. `opened`: logs of orders that are being read, which other processes have
+        left; they may lack some contents. Raises OSError."""
+        by_order = self._set.by_order
+        older = [each for each in by_order.values() if each.order not in wanted.orders]
+        filling = [each for each in by_order.values() if each.is_filling and each not in older]
+        unforeseen = {each: wanted.orders[each] for each in wanted.unforeseen - by_order.keys()}
+        targets = [each.layout.entries for each in (*filling, *opened)]
+        entries = np.concatenate([NO_ENTRIES, *unforeseen.values(), *targets])
+        if unforeseen or opened:
+            found = self._maker.leftovers(entries, [*by_order.values()])
+            by_order.update((each.order, each) for each in found)
+            older += found
+        is_wanted = np.zeros(len(self._set.is_logged), np.bool_)
+        is_wanted[entries] = True
+        for each in [*older]:
+            has = each.layout.entries[each.is_present]
+            if 2 * np.count_nonzero(is_wanted[has]) <= len(has):
+                older.remove(each)
+                self._retire(each)
+        if older:
+            filling += opened
+            for digest, order in unforeseen.items():
+                filling += self._made_of(older, digest, order, wanted)
+        for each in filling:
+            each.is_filling = True
+        was_under_way = self._rewriting.is_under_way
+        self._rewriting = _Rewriting(older, filling)
+        if not was_under_way:
+            self._rewrite()
+
+    def _made_of(
+        self, older: list[Log], digest: int, order: Entries, wanted: WantedLogs
+    ) -> list[Log]:
+        """Make the log of an order out of older logs. Returns it if contents must be moved to it;
+        if it is one of the older logs, that is removed from these. Raises OSError."""
+        more_bytes = 0
+        if digest in wanted.following:  # other contents are written to it, too
+            more_bytes = self._maker.limit_bytes - sum(each.layout.total_bytes for each in older)
+        made = self._maker.make_of_older(digest, order, older, more_bytes)
+        if made is None:
+            return []
         self._set.by_order[digest] = made
+        for each in older:
+            if each.file == made.file:
+                older.remove(each)
+                del self._set.by_order[each.order]
+                return []
+        return [made]
 
-    def _check_punching(self, file: int) -> None:
-        """Find out whether the file system can release parts of a file."""
+    def _retire(self, found: Log) -> None:
+        """Forget a log. `tidy` removes its file."""
+        self._set.by_order.pop(found.order, None)
+        if self._set.addresses is not None:
+            self._set.addresses.remove_log(found.identity.order, found.layout.entries)
+        self._retired.append(found)
+
+    def _rewrite(self) -> None:
+        """Copy some segments of older logs to the logs that are being filled, and free their room.
+        Other work of this thread comes between two calls."""
+        job = self._rewriting
         try:
-            end = -(-os.fstat(file).st_size // BLOCK_BYTES) * BLOCK_BYTES
-            punch_hole(file, end, BLOCK_BYTES)  # behind its end, where nothing is
+            left_bytes = max(self._staged_bytes, 2 * self._segment_bytes)
+            some: list[tuple[Log, int]] = []
+            while left_bytes > 0 and not self._set.is_paused and (part := job.next_segment()):
+                some.append(part)
+                left_bytes -= self._segment_bytes
+            if some:
+                self._move(some, job.targets)
+            if job.is_under_way and not self._set.is_paused:
+                with contextlib.suppress(RuntimeError):  # the thread ends: the files stay
+                    if not self._is_closing:
+                        self._thread.submit(self._rewrite)
+                return
         except OSError as error:
-            if error.errno in _TAKES_NOTHING:
-                raise
-            self._can_punch = False
-            self._set.warn(
-                "punch",
-                "the file system of the cache folder cannot release parts of a file (%s): each of"
-                " the two order logs gets half of the cache's size",
-                error.strerror,
-            )
+            self._set.pause("rewrite", error)
+        for each in job.targets:
+            each.is_filling = False
+        for each in job.older:
+            self._retire(each)
+        self._rewriting = _Rewriting([], [])
 
-    def _read_headers(self, file: int, cut: LogCut, identity: LogIdentity) -> dict[int, Entries]:
-        """The entries that the headers of a file list, by segment; without unsound headers."""
-        layout = LogLayout(cut, cut.entries, _NO_LIMIT)  # segments lie alike in all layouts
-        found = {}
-        for segment in range(layout.segments):
-            count = int(layout.first[segment + 1] - layout.first[segment])
-            room = memoryview(bytearray(header_bytes(count)))
-            room = room[: read_into(file, int(layout.start[segment]), room)]
-            with contextlib.suppress(FormatError):
-                found[segment] = parse_header(room, segment, cut, identity)
-        return found
+    def _move(self, segments: Sequence[tuple[Log, int]], targets: Sequence[Log]) -> None:
+        """Move the contents of segments to those of these logs that want them; those that readers
+        have passed already, to the next logs. Raises OSError."""
+        entries, contents = list[Entries](), list[memoryview]()
+        for found, segment in segments:
+            some = found.places_in(segment)
+            wanted = found.is_present[some] & ~found.is_delivered[some]
+            places = np.flatnonzero(wanted) + some.start
+            if len(places):
+                start, end = int(found.layout.start[segment]), int(found.layout.end[segment])
+                content = read_once(found.file, start, end - start)
+                self._set.counts["log_reads"] += 1
+                pieces = self._set.pieces(found, places, content, start)
+                is_right = self._set.check(found, places, pieces)
+                entries.append(found.layout.entries[places[is_right]])
+                contents += [pieces[at] for at in np.flatnonzero(is_right).tolist()]
+        moved = np.concatenate([NO_ENTRIES, *entries])
+        for target in targets:
+            if not self._write_to(target, moved, contents, is_final=False):
+                self._free(segments)
+                self._write_to(target, moved, contents)
+        is_left = np.ones(len(moved), np.bool_)
+        for target in targets:
+            places = target.layout.find(moved)
+            is_left &= (places < 0) | ~target.is_written[places]
+        left = np.flatnonzero(is_left)
+        for following in self._set.next_logs() if len(left) else ():
+            self._write_to(following, moved[left], [contents[at] for at in left.tolist()])
+        self._set.counts["log_rewritten"] += len(moved) - len(left)
+        self._free(segments)
+
+    def _free(self, segments: Sequence[tuple[Log, int]]) -> None:
+        for found, segment in segments:
+            found.is_released[segment] = True
+            self._punch(found, segment)
 
     def _write(self, staged: _Staged, digests: frozenset[int]) -> None:
         """Write staged contents to those of these logs that lack them."""
@@ -270,7 +343,16 @@ class LogWriter:
         except Exception:  # files are read from the store then
             log.exception("unexpected error in an order log")
 
-    def _write_to(self, found: Log, entries: Entries, contents: Sequence[memoryview]) -> None:
+    def _write_to(
+        self,
+        found: Log,
+        entries: Entries,
+        contents: Sequence[memoryview],
+        *,
+        is_final: bool = True,
+    ) -> bool:
+        """Write those of these contents that a log lacks. Returns False if it has no room for them;
+        `is_final`: then they are lost, and this is logged. Raises OSError."""
         layout = found.layout
         places = layout.find(entries)
         rows = np.flatnonzero(places >= 0)
@@ -282,7 +364,7 @@ class LogWriter:
         is_open = ~found.is_released[segments]
         rows, places, segments = rows[is_open], places[is_open], segments[is_open]
         if not len(rows):
-            return
+            return True
         sizes = self._set.snapshot.columns.size[layout.entries[places]].astype(np.int64)
         padding = -sizes % layout.unit
         is_padded = bool(padding.any())
@@ -290,12 +372,14 @@ class LogWriter:
         headers = {segment: layout.header(segment, found.identity) for segment in with_header}
         total = int((sizes + padding).sum()) + sum(map(len, headers.values()))
         if not self._files.take_room(total):
+            if not is_final:
+                return False
             found.is_sure[places] = False
             self._set.warn(
                 "full", "the order log is full: what does not fit is read from the store"
             )
             self._set.counts["log_refused"] += len(rows)
-            return
+            return False
         for segment, header in headers.items():
             _write_all(found.file, header, int(layout.start[segment]))
             found.has_header[segment] = True
@@ -316,15 +400,16 @@ class LogWriter:
             self._set.addresses.put(found.identity.order, layout.entries[places], offsets)
         self._set.counts["log_writes"] += len(cuts) - 1 + len(headers)
         self._set.counts["log_written_bytes"] += total
+        return True
 
     def _punch(self, found: Log, segment: int) -> None:
-        if self._set.by_order.get(found.identity.order) is not found:
+        if self._set.by_order.get(found.order) is not found:
             return
         some = slice(int(found.layout.first[segment]), int(found.layout.first[segment + 1]))
         found.is_present[some] = False
         if self._set.addresses is not None:
             self._set.addresses.remove(found.identity.order, found.layout.entries[some])
-        if not self._can_punch or not (found.has_header[segment] or found.is_recovered):
+        if not self._maker.can_punch or not (found.has_header[segment] or found.is_recovered):
             return
         start, end = int(found.layout.start[segment]), int(found.layout.end[segment])
         try:
