@@ -27,8 +27,8 @@ _KEYWORDS = {
         f"--{name.replace('_', '-')}": name
         for name in (
             *("user", "task", "rank", "world", "peers", "listen", "advertise", "policy", "evict"),
-            *("cache_dir", "cache_layout", "peer_tls", "peers_through_master"),
-            *("allow_other", "metrics"),
+            *("cache_dir", "cache_layout", "order_log_below", "peer_tls"),
+            *("peers_through_master", "allow_other", "metrics"),
         )
     },
 }

@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from ..cache.disk.folder import CacheFolder
 from ..cache.disk.jobs import CacheJobs
-from ..cache.disk.logs import OrderLogFiles
-from ..cache.disk.marker import prepare_cache_folder
+from ..cache.disk.logs import OrderLogFiles, has_order_logs
+from ..cache.disk.marker import is_cache_folder, prepare_cache_folder
+from ..cache.disk.speed import DiskSpeed, disk_speed
 from ..cache.fetching.coalesce import ReadLimits
 from ..cache.order_logs.addresses import LogAddresses, LogEntryReader
 from ..cache.order_logs.layout import SEGMENT_BYTES
@@ -176,8 +177,19 @@ class MountSource:
                     prepare_cache_folder(Path(request.log_folder), repository.objects)
                 except NoSpaceError as error:  # then files are read from the store
                     log.warning("this mount keeps no order log: %s", error.message)
-            folder = f"{request.log_folder}/{repository.objects.store_id.hex}"
-            return LogEntryReader(snapshot, reader, f"{folder}/{snapshot.identity.hex}")
+            return LogEntryReader(snapshot, reader, _log_place(request, repository, snapshot))
+
+    def has_order_logs(self, request: MountRequest, snapshot: Snapshot) -> bool:
+        """Whether an earlier mount has left order logs of the dataset. Raises DieselError."""
+        with _open_repository(request) as repository:
+            return has_order_logs(_log_place(request, repository, snapshot))
+
+    @staticmethod
+    def disk_speed(request: MountRequest) -> DiskSpeed | None:
+        """How fast the disk of the cache folder is; None if that cannot be measured. May take a
+        second. Any thread."""
+        place = Path(request.log_folder)
+        return disk_speed(os.fspath(place)) if is_cache_folder(place) else None
 
     def order_logs(
         self,
@@ -323,6 +335,12 @@ def map_snapshot(descriptor: int) -> Snapshot:
     """Maps a snapshot. It is not verified: another process of the mount has done so."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     return Snapshot(memoryview(mapped), verify=False)
+
+
+def _log_place(request: MountRequest, repository: Repository, snapshot: Snapshot) -> str:
+    """The folder of a dataset in the cache folder, which need not exist."""
+    store = repository.objects.store_id
+    return f"{request.log_folder}/{store.hex}/{snapshot.identity.hex}"
 
 
 def _open_repository(request: MountRequest) -> Repository:

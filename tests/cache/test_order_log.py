@@ -20,7 +20,7 @@ from diesel_fs.cache.disk.logs import OrderLogFiles
 from diesel_fs.cache.disk.marker import prepare_cache_folder
 from diesel_fs.cache.order_logs import maker, segments, writer
 from diesel_fs.cache.order_logs.log_set import read_once
-from diesel_fs.cache.order_logs.logs import LoggedReader, OrderLogs
+from diesel_fs.cache.order_logs.logs import LoggedReader, OrderLogs, is_log_worthwhile
 from diesel_fs.cache.order_logs.streams import LogPlan
 from diesel_fs.cache.order_logs.writer import LogWriter
 from diesel_fs.cache.readers.coalescing_reader import CoalescingReader
@@ -31,6 +31,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.orders.plan import Entries
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.system.syscalls import punch_hole
+from tests.rows import each_row
 from tests.waiting import until
 
 from ..small_disks import remount, small_disk
@@ -450,6 +451,17 @@ def test_logs_of_other_versions_are_put_aside(tmp_path: Path) -> None:
             other.epoch_from_disk(21, 22)
     assert len(other.files()) == 1
     assert not old.exists()
+
+
+@each_row("memory_bytes, file_bytes_max, pays", [
+    (0, TOTAL, True), (TOTAL - 1, TOTAL // 1000, True), (TOTAL, TOTAL, False),
+    (0, TOTAL // (len(FILES) - 1) + 1, True), (0, TOTAL // (len(FILES) - 1), False),
+])  # fmt: skip
+def test_logs_pay_for_small_files_that_do_not_fit_the_memory(
+    view: Snapshot, memory_bytes: int, file_bytes_max: int, pays: bool
+) -> None:
+    """The empty file does not count."""
+    assert is_log_worthwhile(view, memory_bytes, file_bytes_max) == pays
 
 
 def test_a_log_of_which_few_files_are_read_is_put_aside(jobs: Jobs) -> None:

@@ -16,6 +16,8 @@ from typing import Self, cast
 import numpy as np
 import pytest
 
+from diesel_fs.cache.disk.marker import prepare_cache_folder
+from diesel_fs.cache.disk.speed import SPEED_FILE, DiskSpeed
 from diesel_fs.errors import UsageError
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import MountRequest
@@ -161,8 +163,8 @@ def test_later_epochs_need_no_store(store: Path, tmp_path: Path, session: str) -
 
 @pytest.mark.deep
 def test_auto_changes_to_logs_when_they_pay(filled: Path, tmp_path: Path, session: str) -> None:
-    """They pay for small files that do not fit the memory, once the next order is known. The chunks
-    that the cache has by then make room.
+    """They pay for files that are small on this disk and do not fit the memory, once the next order
+    is known. The chunks that the cache has by then make room.
 
     The reader waits for pushes: pages that READs bring would stay in the kernel's memory, and no
     log would be read.
@@ -170,6 +172,7 @@ def test_auto_changes_to_logs_when_they_pay(filled: Path, tmp_path: Path, sessio
     dataset_bytes = FEW * FILE_BYTES
     cache = tmp_path / "cache"
     cache_bytes = dataset_bytes * 3 // 2  # the log, and less than half of the chunks
+    (prepare_cache_folder(cache) / SPEED_FILE).write_bytes(DiskSpeed(10**8, 10**8, 2_000).packed())
     given: TaskKwargs = {"cache_dir": str(cache), "cache_bytes": cache_bytes}
     options = TaskOptions.from_kwargs(given, str(tmp_path / "at"))
     wanted = request(filled / str(FEW), tmp_path / "at", cache, session)
@@ -247,5 +250,9 @@ def test_a_layout_needs_a_folder() -> None:
     for layout in ("order", "chunks"):
         with pytest.raises(UsageError, match="a layout of a cache without its folder"):
             TaskOptions.from_kwargs({"cache_layout": layout}, "x")
+    refused: tuple[TaskKwargs, ...] = ({}, {"cache_dir": "/c", "cache_layout": "order"})
+    for words in refused:
+        with pytest.raises(UsageError, match="only for a cache folder with the layout auto"):
+            TaskOptions.from_kwargs({**words, "order_log_below": 5_000}, "x")
     with pytest.raises(UsageError, match="bad cache_layout"):
         TaskOptions.from_kwargs({"cache_layout": "rows", "cache_dir": "/c"}, "x")  # type: ignore[typeddict-item]

@@ -3,6 +3,7 @@ share.
 
     <folder>/.diesel-cache                          marks a cache; has the lock and the bytes used
     <folder>/.reading                               locked (shared) while a reader waits for a store
+    <folder>/.disk-speed                            its speed; locked while that is measured
     <folder>/<store UUID>/<identity>/<chunk ID>     a chunk; its mtime is its last use
     <folder>/<store UUID>/<identity>/.<chunk ID>    a chunk being written, locked by its writer
     <folder>/<store UUID>/<identity>/.used          its mtime is the dataset's last use; has the
@@ -16,7 +17,7 @@ room in the folder, for all its stores, and evicts. `chunks.py` has the tier of 
 nodes of a task. `logs.py` has the files of order logs (`order_logs/` reads and writes them): copies
 of files in the order in which a mount will read them. While a dataset has order logs in use, none
 of its chunks are written, and those that are here are evicted for the logs. `jobs.py` records the
-uses of datasets, `listing.py` serves programs that only look.
+uses of datasets, `speed.py` measures the disk, `listing.py` serves programs that only look.
 
 Eviction: a process that needs room evicts for all datasets. It spares two kinds of chunks. A job
 that uses a dataset *pins* its chunks for other datasets: a mount or a node of a task holds a shared

@@ -11,6 +11,14 @@ from .folder import LOG_NAME, LOGS, CacheFolder
 from .locks import FILE_FLAGS, try_lock
 
 
+def has_order_logs(dataset: str) -> bool:
+    """Whether the folder of a dataset (`CacheFolder.dataset`), which need not exist, has logs."""
+    try:
+        return any(map(LOG_NAME.fullmatch, os.listdir(dataset)))
+    except OSError:
+        return False
+
+
 class OrderLogFiles:
     """The order logs of one dataset, in place of its chunks. Any thread."""
 

@@ -34,7 +34,7 @@ STAGED_BYTES = 64 << 20
 next epoch, which are written together."""
 
 WORTHWHILE_FILE_BYTES = 32 << 10
-"""If files are smaller on average, a log is worth its writes (`is_log_worthwhile`)."""
+"""If files are smaller on average, a log is worth its writes to a disk whose speed is unknown."""
 
 SAVED_AT_ONCE, LAST_SEGMENTS = 2, 8
 """Segments that a reader has passed are read whole, if the next logs lack some of their entries. At
@@ -295,14 +295,13 @@ class OrderLogs:
         self._writer.close()
 
 
-def is_log_worthwhile(snapshot: Snapshot, memory_bytes: int, *, is_next_known: bool) -> bool:
-    """Whether order logs are worth their writes to the disk: the rule of `--cache-layout auto`
-    (`ORDER_LOG.md`). `memory_bytes` is the mount's memory for contents; `is_next_known`: whether
-    the next epoch's order is known."""
+def is_log_worthwhile(snapshot: Snapshot, memory_bytes: int, file_bytes_max: int) -> bool:
+    """Whether order logs are worth their writes to the disk, once it is known what will be read
+    (`ORDER_LOG.md`). `memory_bytes` is the mount's memory for contents. From `file_bytes_max` on,
+    reads of single files are as fast on that disk."""
     sizes = snapshot.columns.size
     total_bytes, files = int(sizes.sum(dtype=np.int64)), int(np.count_nonzero(sizes))
-    is_small = total_bytes < WORTHWHILE_FILE_BYTES * max(files, 1)
-    return bool(is_next_known and is_small and total_bytes > memory_bytes)
+    return total_bytes > memory_bytes and total_bytes < file_bytes_max * files
 
 
 class LoggedReader:

@@ -10,11 +10,18 @@ Used by the worker's one thread. The calls may wait for the store or the disk.
 
 import logging
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+from ...cache.disk.speed import DiskSpeed
 from ...cache.order_logs.addresses import LogAddresses
-from ...cache.order_logs.logs import LoggedReader, OrderLogs, is_log_worthwhile
+from ...cache.order_logs.logs import (
+    WORTHWHILE_FILE_BYTES,
+    LoggedReader,
+    OrderLogs,
+    is_log_worthwhile,
+)
 from ...cache.order_logs.streams import LogPlan
 from ...cache.readers.coalescing_reader import BatchSource
 from ...errors import DieselError
@@ -30,6 +37,10 @@ log = logging.getLogger("diesel.mount")
 
 LATE_MAX, LATE_ENTRIES = 4096, 256
 """How many lists of late files wait until the worker has time, and their greatest length."""
+
+MEASURED_FILE_BYTES_MAX = 1 << 20
+"""The disk is not measured for files of this mean size or more: no disk reads those faster from a
+log."""
 
 LOOK_S = 0.05
 """The least time between two reports to the logs."""
@@ -49,6 +60,10 @@ class OrderLogFeed:
         self.is_possible = bool(request.log_folder)
         """Whether there are logs, or may be some later."""
         self._logs: OrderLogs | None = None
+        self._has_old_logs: bool | None = None  # None: not looked yet
+        self._speed: Future[DiskSpeed | None] | None = None  # of the disk, once it is needed
+        self._is_worthwhile: bool | None = None  # None: not decided yet
+        self._measuring = ThreadPoolExecutor(1, "disk-speed")
         self._looked_s = 0.0
         self._plans: dict[str, LogPlan] = {}  # by stream
         self._late: deque[Entries] = deque(maxlen=LATE_MAX)
@@ -94,11 +109,12 @@ class OrderLogFeed:
     ) -> bool:
         """Returns whether there are logs now."""
         request = self._request
-        is_wanted = request.task_options.cache_layout == "order" or is_log_worthwhile(
-            self._snapshot,
-            MemorySplit.of(request).total_bytes,
-            is_next_known=any(each.following is not None for each in reading),
-        )
+        is_wanted = request.task_options.cache_layout == "order"
+        if not is_wanted and any(each.current is not None for each in reading):
+            is_next_known = any(each.following is not None for each in reading)
+            if self._is_worthwhile is None and (is_next_known or self._finds_old_logs()):
+                self._is_worthwhile = self._decide()
+            is_wanted = self._is_worthwhile is True
         if not is_wanted:
             return False
         self._logs = self._source.order_logs(request, self._snapshot, self._push_bytes, addresses)
@@ -111,6 +127,27 @@ class OrderLogFeed:
         planner.streams.set_logged(self._logs.holds)
         planner.memory.set_budget(planner.stats()["budget_bytes"] - logs_bytes)
         return True
+
+    def _finds_old_logs(self) -> bool:
+        if self._has_old_logs is None:
+            self._has_old_logs = self._source.has_order_logs(self._request, self._snapshot)
+        return self._has_old_logs
+
+    def _decide(self) -> bool | None:
+        """The rule of `--cache-layout auto` (`cache/ORDER_LOG.md`). None while the disk's speed is
+        being measured."""
+        memory_bytes = MemorySplit.of(self._request).total_bytes
+        file_bytes_max = self._request.task_options.order_log_below
+        if not file_bytes_max:
+            if self._speed is None:
+                if not is_log_worthwhile(self._snapshot, memory_bytes, MEASURED_FILE_BYTES_MAX):
+                    return False
+                self._speed = self._measuring.submit(self._source.disk_speed, self._request)
+            if not self._speed.done():
+                return None
+            speed = self._speed.result()
+            file_bytes_max = WORTHWHILE_FILE_BYTES if speed is None else speed.log_file_bytes_max
+        return is_log_worthwhile(self._snapshot, memory_bytes, file_bytes_max)
 
     def note_late(self, entries: Entries) -> None:
         """Joins calls, since a reader that outruns the pushes causes one for each file."""
@@ -134,4 +171,5 @@ class OrderLogFeed:
         return True
 
     def close(self) -> None:
+        self._measuring.shutdown()
         self.batches.close()

@@ -57,6 +57,7 @@ class TaskKwargs(TypedDict, total=False):
     cache_dir: str | os.PathLike[str] | None
     cache_bytes: SupportsIndex | None
     cache_layout: CacheLayout | None
+    order_log_below: SupportsIndex | None
     policy: FillPolicy | None
     evict: Eviction | None
     peer_tls: bool | None
@@ -148,6 +149,11 @@ class TaskOptions(DaemonRequest):
         " profits (`dlcmd run`). `auto`: chunks, until such a job reads small files of a dataset"
         " that is larger than the memory.", choices=_LAYOUTS,
     )  # fmt: skip
+    order_log_below: int = _option(
+        0, "size", None, "Which files `--cache-layout auto` takes for small: those below this size,"
+        " on average.  [default: as the speed of the disk of --cache-dir says, which is measured at"
+        " its first use]",
+    )  # fmt: skip
     policy: FillPolicy = _option(  # noqa: RUF009  # `_option` makes a field
         "on-demand", "choice", None, "Load chunks into memory when they are first read, or all from"
         " the start.", choices=_POLICIES,
@@ -195,6 +201,12 @@ class TaskOptions(DaemonRequest):
         if self.cache_layout != "auto" and not self.cache_dir:
             raise UsageError(
                 "a layout of a cache without its folder", advice=f"say {spelled('cache_dir')}"
+            )
+        if self.order_log_below and not (self.cache_dir and self.cache_layout == "auto"):
+            raise UsageError(
+                f"{spelled('order_log_below')} is of use only for a cache folder with the layout"
+                " auto",
+                advice="leave it out" if self.cache_dir else f"say {spelled('cache_dir')}",
             )
         if self.evict == "lrfu" and not self.cache_dir:
             raise UsageError(
