@@ -55,7 +55,7 @@ SECONDS = "s an epoch"
 Order = npt.NDArray[np.int64]
 """Numbers of files, by the place in which they are read."""
 
-_DATASET = "images"
+DATASET = "images"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class _Epoch(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class _Ground:
+class Ground:
     """A dataset in a slow store, and a folder for lists."""
 
     bench: Workbench
@@ -155,7 +155,7 @@ class _Ground:
         with self.bench.scratch() as folder:
             dlcmd, mountpoint, sums = self.slow.user(folder), folder / "mount", folder / "sums"
             options = (*self.bench.session_options, "--memory", str(memory_bytes))
-            with dlcmd.mounted(_DATASET, mountpoint, *options):
+            with dlcmd.mounted(DATASET, mountpoint, *options):
                 before = store.counts()
                 stats = (mountpoint / ".diesel" / "stats").as_uri()
                 counters = [(f"{store.endpoint}/counts", 0.0), (stats, STILL_S)]
@@ -202,18 +202,18 @@ def _room_files(residency: dict[str, int], shape: Shape) -> int:
 
 
 @contextmanager
-def _ground(bench: Workbench, wanted: Shape) -> Iterator[_Ground]:
+def ground_of(bench: Workbench, wanted: Shape) -> Iterator[Ground]:
     shape, source = bench.prepared(wanted)
-    with bench.scratch() as folder, slow_store(folder, source, _DATASET) as slow:
+    with bench.scratch() as folder, slow_store(folder, source, DATASET) as slow:
         write_list(shape.paths(), folder / "list")
-        yield _Ground(bench, shape, slow, folder)
+        yield Ground(bench, shape, slow, folder)
 
 
 def store_bytes(bench: Workbench) -> list[Row]:
     """Bytes and requests from the store, and READs of the mount, in each setting."""
     rows: list[Row] = []
     for setting in SETTINGS:
-        with _ground(bench, setting.shape) as ground:
+        with ground_of(bench, setting.shape) as ground:
             shape, wanted = ground.shape, setting.shape
             memory_bytes = setting.memory_bytes * shape.files // wanted.files
             run = partial(ground.counted, memory_bytes, setting.step_s)
@@ -239,7 +239,7 @@ def store_bytes(bench: Workbench) -> list[Row]:
 def overhead(bench: Workbench) -> list[Row]:
     """The same script with and without `dlcmd run`, on one mount that has all files in memory."""
     rows: list[Row] = []
-    with _ground(bench, D4) as ground, bench.scratch() as folder:
+    with ground_of(bench, D4) as ground, bench.scratch() as folder:
         dlcmd, mountpoint = ground.slow.user(folder), folder / "mount"
 
         def run(step_s: float, *prefix: str) -> dict[str, float]:
@@ -249,7 +249,7 @@ def overhead(bench: Workbench) -> list[Row]:
             return {SECONDS: statistics.median(seconds)}
 
         memory = ("--memory", str(8 * ground.shape.bytes))
-        with dlcmd.mounted(_DATASET, mountpoint, *bench.session_options, *memory) as mount:
+        with dlcmd.mounted(DATASET, mountpoint, *bench.session_options, *memory) as mount:
             for step_s in OVERHEAD_STEPS_S:
                 before = mount.counts().reads
                 sides = {OURS: partial(run, step_s, *LAUNCHED), PLAIN: partial(run, step_s)}
