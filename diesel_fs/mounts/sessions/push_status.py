@@ -12,8 +12,10 @@ other's, so at least one of them sees the other's mark.
 Layout: `_COUNT_BYTES` of counts and flags; the held READs; two bytes for each entry, the first
 written by the worker, the second by the server; room for the bytes of held READs, in *slots*; then
 the addresses of entries in order logs (`cache/order_logs/addresses.py`), which take memory only if
-there are logs. A torn or late value does no harm: bytes that are handed over have a checksum, and a
-slot is filled for one READ, by the kernel's number of it, which is used only once.
+there are logs. The server may give a slot to another READ at any time, also while the worker fills
+it. A torn or late value does no harm: bytes that are handed over have a checksum of themselves and
+of their place, and a slot is filled for one READ, by the kernel's number of it, which is used only
+once.
 """
 
 import math
@@ -66,8 +68,9 @@ _HELD = np.dtype(
     [(name, np.uint64) for name in ("unique", "entry", "offset", "size", "filled", "checksum")]
 )
 """A held READ: the kernel's number of it; its entry + 1 (0: the slot is free); its place in the
-file, and its bytes; then, when the worker has filled the slot, the number again, and the
-checksum."""
+file, and its bytes; then, when the worker has filled the slot, the number again, and the checksum
+(`_checksum`)."""
+_OFFSET_FACTOR = 0x9E3779B97F4A7C15  # odd: each entry and offset give a number of their own
 _MARKS_AT = _COUNT_BYTES + READ_SLOTS * _HELD.itemsize
 
 
@@ -149,7 +152,7 @@ class PushStatusMap:
         """The ranges of these bytes of a file, counted from `start`, that no READ gets by
         `hand_over`. Nothing if no READ gets any, or if READs do not begin and end with pages."""
         found, behind = [], 0
-        for _, begin, end in sorted(self._wanted(entry, start, size), key=itemgetter(1)):
+        for *_, begin, end in sorted(self._wanted(entry, start, size), key=itemgetter(2)):
             if begin % mmap.PAGESIZE or (end % mmap.PAGESIZE and end < size):
                 return []
             found.append((behind, begin))
@@ -161,22 +164,24 @@ class PushStatusMap:
         """Gives bytes of a file, from `start` on, to the held READs of its entry that want no
         others. Returns whether there are any."""
         wanted = self._wanted(entry, start, len(content))
-        for slot, begin, end in wanted:
+        for slot, unique, begin, end in wanted:
             held, at = self._held[slot], slot * SLOT_BYTES
             self._slots[at : at + end - begin] = content[begin:end]
-            held["checksum"] = xxh3_64_intdigest(content[begin:end])
-            held["filled"] = held["unique"]
+            held["checksum"] = _checksum(entry, start + begin, content[begin:end])
+            held["filled"] = unique
         return bool(wanted)
 
-    def _wanted(self, entry: int, start: int, size: int) -> list[tuple[int, int, int]]:
-        """The held READs that want only some of these bytes of a file: the slot of each, and its
-        begin and end, counted from `start`."""
+    def _wanted(self, entry: int, start: int, size: int) -> list[tuple[int, int, int, int]]:
+        """The held READs that want only some of these bytes of a file: the slot and the number of
+        each, and its begin and end, counted from `start`. The number is taken first: the slot may
+        have another READ at any time."""
         found = []
         for slot in np.flatnonzero(self._held["entry"] == entry + 1).tolist():
-            begin = int(self._held["offset"][slot]) - start
-            end = begin + int(self._held["size"][slot])
-            if begin >= 0 and end <= size:
-                found.append((slot, begin, end))
+            held = self._held[slot]
+            unique, begin = int(held["unique"]), int(held["offset"]) - start
+            end = begin + int(held["size"])
+            if begin >= 0 and end <= size and end - begin <= SLOT_BYTES:
+                found.append((slot, unique, begin, end))
         return found
 
     def end_soon(self, entries: npt.NDArray[np.int64]) -> None:
@@ -239,7 +244,8 @@ class PushStatusMap:
             return None
         at = slot * SLOT_BYTES
         found = bytes(self._slots[at : at + int(held["size"])])
-        return found if xxh3_64_intdigest(found) == int(held["checksum"]) else None
+        expected = _checksum(int(held["entry"]) - 1, int(held["offset"]), found)
+        return found if expected == int(held["checksum"]) else None
 
     @property
     def progress(self) -> int:
@@ -248,6 +254,12 @@ class PushStatusMap:
     @property
     def store_is_slow(self) -> bool:
         return bool(self._slow[0])
+
+
+def _checksum(entry: int, offset: int, content: bytes | memoryview) -> int:
+    """The checksum of bytes of an entry, from an offset on. The seed names the entry and the
+    offset, so that the bytes of another file or place do not pass."""
+    return xxh3_64_intdigest(content, seed=(entry + offset * _OFFSET_FACTOR) % (1 << 64))
 
 
 @dataclass(frozen=True, slots=True)

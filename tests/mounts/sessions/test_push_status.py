@@ -185,6 +185,35 @@ def test_bytes_that_come_after_the_end_of_a_hold_go_to_no_other_READ() -> None:
     assert server.handed_over(after.slot, 2) is None
 
 
+@pytest.mark.parametrize("moment", [0, 1], ids=["before they are copied", "before the checksum"])
+def test_bytes_that_come_while_a_slot_changes_hands_go_to_no_other_READ(moment: int) -> None:
+    """The server ends the hold, and gives the slot to another READ, while the worker fills it."""
+    server, worker = both_sides()
+    worker.mark_soon(np.array([5, 6], np.uint32))
+    before, after = hold(server, 5, whole(1)), list[HeldRead]()
+
+    class Content:
+        """Bytes of entry 5, which the worker takes twice: for the slot, and for the checksum."""
+
+        taken = 0
+
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, part: "slice[int, int, None]") -> memoryview:
+            if self.taken == moment:
+                before.end()
+                after.append(hold(server, 6, whole(2)))
+            self.taken += 1
+            return memoryview(b"a" * 100)[part]
+
+    worker.hand_over(5, 0, Content())  # type: ignore[arg-type]  # it stands in for a memoryview
+    assert after[0].slot == before.slot
+    assert server.handed_over(after[0].slot, 2) is None
+    worker.hand_over(6, 0, memoryview(b"b" * 100))
+    assert server.handed_over(after[0].slot, 2) == b"b" * 100
+
+
 def test_there_are_slots_for_some_READs() -> None:
     server, worker = both_sides()
     worker.mark_soon(np.arange(100, dtype=np.uint32))
