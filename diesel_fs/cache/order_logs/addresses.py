@@ -1,14 +1,12 @@
 """The places of entries in the order logs, in memory that two processes of a mount share.
 
-A mount's prefetch worker writes order logs (`writer.py`). The mount's server, another process, also
-reads entries from the logs, for the kernel's READ requests: `LogAddresses` has the log of each
-entry and the place in it, and `LogEntryReader` reads from there instead of from the store.
+A mount's prefetch worker writes order logs. The mount's server, another process, reads entries from
+them, too, for the kernel's READ requests: it finds them by `LogAddresses`.
 
-The memory has the digests of up to `LOGS_MAX` logs (each is that of the log's order, and names its
-file), and a number of 64 bits for each entry: 0 if no log has it, or the number of the log plus 1
-(upper 8 bits) and the offset in the log's file. The worker alone writes. A
-late or torn value does no harm: the server checks the bytes, and reads an entry from the store if
-they do not match.
+The memory has the digests of up to `LOGS_MAX` logs (a digest names the log's file), and 64 bits for
+each entry: 0 if no log has it, else the number of the log plus 1 (upper 8 bits) and the offset in
+the log's file. The worker alone writes. A late or torn value does no harm: the server checks the
+bytes, and reads an entry from the store if they do not match.
 """
 
 import os
@@ -23,7 +21,7 @@ from ...orders.plan import Entries
 from .layout import file_name
 
 LOGS_MAX = 64
-"""The most logs at once: two for each stream, for all streams that a plan may have."""
+"""The most logs at once."""
 
 _OFFSET_BITS = 56
 _OFFSET_MASK = np.uint64((1 << _OFFSET_BITS) - 1)
@@ -32,7 +30,7 @@ _HELD_BYTES_MAX = 32 << 20
 
 
 def address_bytes(entry_count: int) -> int:
-    """The bytes of shared memory that a dataset of `entry_count` entries needs."""
+    """The size of the shared memory for a dataset."""
     return 8 * (LOGS_MAX + entry_count)
 
 
@@ -46,8 +44,8 @@ class LogAddresses:
     # For the worker
 
     def put(self, digest: int, entries: Entries, offsets: npt.NDArray[np.int64]) -> None:
-        """Note that these entries lie in the log of this digest, each from its offset on. Does
-        nothing if there are `LOGS_MAX` other logs."""
+        """Note where entries lie in the log of this digest. Does nothing if there are `LOGS_MAX`
+        other logs."""
         number = self._number(digest)
         if number >= 0:
             self._addresses[entries] = offsets.astype(np.uint64) | np.uint64(
@@ -55,19 +53,19 @@ class LogAddresses:
             )
 
     def remove(self, digest: int, entries: Entries) -> None:
-        """Note that these entries do not lie in the log of this digest any more."""
+        """Note that entries have left the log of this digest."""
         found = np.flatnonzero(self._digests == np.uint64(digest))
         if len(found):
             is_there = self._addresses[entries] >> np.uint64(_OFFSET_BITS) == found[0] + 1
             self._addresses[entries[is_there]] = 0
 
     def remove_log(self, digest: int, entries: Entries) -> None:
-        """Note that a log, which had these entries, is gone: its number is free again."""
+        """Note that a log with these entries is gone."""
         self.remove(digest, entries)
         self._digests[self._digests == np.uint64(digest)] = 0
 
     def _number(self, digest: int) -> int:
-        """The number of a log, which gets one if it has none; -1 if all are taken."""
+        """The number of a log, a free one if it has none; -1 if all are taken."""
         for wanted in (digest, 0):
             found = np.flatnonzero(self._digests == np.uint64(wanted))
             if len(found):
@@ -78,8 +76,7 @@ class LogAddresses:
     # For the server
 
     def find(self, entry: int) -> tuple[int, int] | None:
-        """The digest of the log that has an entry, and the offset in the log's file; None if no log
-        has the entry."""
+        """The digest of the log that has an entry, and the offset in its file."""
         address = int(self._addresses[entry])
         number = (address >> _OFFSET_BITS) - 1
         if number < 0:
@@ -88,7 +85,7 @@ class LogAddresses:
 
 
 class _EntryReader(Protocol):
-    """The reader of the entries that no log has (`readers/entry_reader.py`)."""
+    """As `readers/entry_reader.py`."""
 
     def read(self, index: int, offset: int, size: int, /) -> memoryview: ...
 
@@ -114,7 +111,7 @@ class LogEntryReader:
         self._hits = self._wrong = 0
 
     def share(self, addresses: LogAddresses) -> None:
-        """From now on, read entries from the logs that these addresses lead to."""
+        """Read from the logs at these addresses from now on."""
         self._addresses = addresses
 
     def read(self, index: int, offset: int, size: int) -> memoryview:
@@ -125,7 +122,7 @@ class LogEntryReader:
         return found[offset : offset + size]
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """The same bytes if they are in memory, else None. Never blocks."""
+        """The same bytes if they are in memory. Never blocks."""
         last, content = self._last
         if last == index:
             return content[offset : offset + size]
@@ -134,8 +131,8 @@ class LogEntryReader:
         return self._reader.read_nowait(index, offset, size)
 
     def _find(self, index: int) -> memoryview | None:
-        """The checked content of an entry out of a log; None if no log has it undamaged, or if the
-        entry is empty or too large."""
+        """The checked content of an entry out of a log; None if there is none, or if it is empty or
+        too large."""
         last, content = self._last
         if last == index:
             return content
@@ -161,8 +158,7 @@ class LogEntryReader:
         return content
 
     def stats(self) -> dict[str, int]:
-        """The figures of the reader, and the numbers of entries that came from logs (`log_hits`)
-        and that were wrong there (`log_wrong`)."""
+        """The figures of the reader, and how many entries came from logs or were wrong there."""
         return {**self._reader.stats(), "log_hits": self._hits, "log_wrong": self._wrong}
 
     def close(self) -> None:

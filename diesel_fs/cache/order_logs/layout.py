@@ -1,9 +1,8 @@
 """The places of entries in an order log, and the headers of its segments (`ORDER_LOG.md`).
 
-An order is cut into segments (`LogCut`), and a layout (`LogLayout`) gives each entry of a segment
-its place in the file. Offsets and sizes are counted in *units* of some bytes (`LogCut.unit`), so
-that 32 bits are enough. All is kept in arrays: an entry takes 12 bytes of memory (LCache, section
-III-C, needs some 700). Pure.
+An order is cut into segments (`LogCut`), and a layout (`LogLayout`) gives each entry its place in
+the file. Offsets and sizes are counted in *units* of some bytes (`LogCut.unit`), so that 32 bits
+are enough: an entry takes 12 bytes of memory (LCache, section III-C, needs some 700). Pure.
 """
 
 import struct
@@ -21,16 +20,15 @@ from ...format.entries import Bytes
 from ...orders.plan import NO_ENTRIES, Entries
 
 SEGMENT_BYTES = 8 << 20
-"""An order is cut into segments of this size: enough for a disk to read at its full rate. Since
-entries are not cut, a segment has a little more or less."""
+"""The size of segments: enough for a disk to read at its full rate. Since entries are not cut, a
+segment has a little more or less."""
 
 SEGMENTS_MAX = 1 << 16
 """The most segments of one log; a larger log has larger segments. numpy sorts numbers below this by
 radix, which is fast."""
 
 BLOCK_BYTES = 4096
-"""Segments begin at multiples of this, since a file system can release only whole blocks of a
-file."""
+"""Segments begin at multiples of this: a file system can release only whole blocks."""
 
 _MAGIC, _FORMAT = b"DSLORDER", 1
 _HEAD = struct.Struct("<8sIIIIQ16sQQ")
@@ -48,8 +46,7 @@ Sizes = npt.NDArray[np.uint64] | npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class LogIdentity:
-    """The identity of a log: the identity and version of its dataset, and the digest of its order
-    (`order`)."""
+    """The identity and version of a log's dataset, and the digest of its order."""
 
     identity: UUID
     version: int
@@ -66,7 +63,7 @@ class LogIdentity:
 
 
 def file_name(order: int) -> str:
-    """The name of the file of a log, by the digest of its order."""
+    """The name of a log's file."""
     return f"order-{order:016x}"
 
 
@@ -80,8 +77,8 @@ class LogCut:
     def __init__(
         self, order: Entries, sizes: Sizes, is_logged: Mask, segment_bytes: int = SEGMENT_BYTES
     ) -> None:
-        """For each entry of the dataset, `sizes` has its bytes, and `is_logged` whether a log may
-        have it."""
+        """`sizes` has the bytes of each entry of the dataset, `is_logged` which of them a log may
+        have."""
         self._sizes = sizes
         known = is_logged[order]
         self.entries = _first_uses(order if known.all() else order[known], len(sizes))
@@ -113,19 +110,19 @@ class LogCut:
 
     @property
     def entry_count(self) -> int:
-        """The number of entries of the dataset."""
+        """Of the dataset."""
         return len(self._sizes)
 
     def stored_units(self, entries: Entries) -> npt.NDArray[np.uint32]:
-        """The number of units that each of these entries takes in the log."""
+        """How many units each of these entries takes."""
         units = self._sizes[entries].astype(np.uint64, copy=False)
         units += np.uint64(self.unit - 1)
         units //= np.uint64(self.unit)
         return units.astype(np.uint32)
 
     def positions_behind(self, first: Places) -> Places:
-        """The position in the order behind the last entry of each segment. `first` is
-        `LogLayout.first`."""
+        """The position in the order behind the last entry of each segment (`first`: that of
+        `LogLayout`)."""
         if self.entries is self._order:
             return first[1:]
         position_of = np.zeros(self.entry_count, np.int64)
@@ -135,9 +132,8 @@ class LogCut:
         return np.maximum.accumulate(behind)
 
     def by_arrival(self, arrivals: Entries) -> Entries:
-        """`entries` sorted by segment, and within a segment by their positions in `arrivals` (the
-        order in which their contents will come). Entries that do not arrive come last in their
-        segments, in the order of the log."""
+        """`entries` sorted by segment, and within a segment by their positions in `arrivals`, the
+        order in which their contents will come. Entries that do not arrive come last."""
         segment_of = np.full(self.entry_count, _NO_SEGMENT, np.uint16)
         segment_of[self.entries] = self.segment
         segments = segment_of[arrivals]
@@ -157,10 +153,9 @@ class LogCut:
         return arriving[packed.astype(np.uint32)]
 
     def from_headers(self, found: Mapping[int, Entries]) -> tuple[Entries, list[int]]:
-        """`found` gives the entries that each segment's header lists. Returns the entries by
-        segment, and the segments whose header lists exactly the entries that the cut gives them.
-        Within these segments the entries are sorted as their headers list them, within all others
-        by the order."""
+        """`found` has the entries that each segment's header lists. Returns the entries by segment,
+        and the segments whose header lists exactly the entries of the cut. In these the entries are
+        sorted as listed, in the others by the order."""
         entries = self.entries.copy()
         first = np.searchsorted(self.segment, np.arange(SEGMENTS_MAX + 1))
         right = []
@@ -178,8 +173,8 @@ class LogLayout:
     """The places of a log's entries, segment by segment.
 
     `entries[p]` is the entry at place p. Segment s has the places from `first[s]` to `first[s + 1]
-    - 1`, and lies in the file from `start[s]` to `end[s] - 1`, its header included. A reader that
-    is at the position `position_behind[s]` of the order has read all of segment s.
+    - 1`, and lies in the file from `start[s]` to `end[s] - 1`, its header included. A reader at
+    `position_behind[s]` of the order has read all of segment s.
     """
 
     def __init__(
@@ -247,7 +242,7 @@ class LogLayout:
         return places
 
     def offset(self, places: Places) -> npt.NDArray[np.int64]:
-        """Where in the file the content at each place begins."""
+        """Where the content at each place begins in the file."""
         return self._offset[places].astype(np.int64) * self.unit
 
     def segment_of(self, places: Places) -> npt.NDArray[np.int64]:
@@ -276,17 +271,15 @@ class SegmentHeader(NamedTuple):
     entries: Entries
 
     def stored_bytes(self, sizes: Sizes) -> int:
-        """The bytes of the segment in the file. `sizes` has the bytes of each entry of the
-        dataset."""
+        """The bytes of the segment in the file; `sizes` is that of the dataset."""
         units = -(-sizes[self.entries].astype(np.int64) // self.unit)
         content = _aligned(np.array([units.sum() * self.unit]))
         return header_bytes(len(self.entries)) + int(content[0])
 
 
 def parse_header(content: Bytes, segment: int, cut: LogCut, log: LogIdentity) -> Entries:
-    """The entries of a segment, as they lie in the file. `content` begins with the segment's
-    header, and may be longer. Raises FormatError unless it is a sound header of this segment and
-    log."""
+    """The entries of a segment, as they lie in the file. `content` begins with its header, and may
+    be longer. Raises FormatError unless that is sound, and of this segment and log."""
     found = parse_any_header(content)
     expected = (segment, cut.unit, cut.segment_bytes, log)
     if (found.number, found.unit, found.segment_bytes, found.log) != expected:
@@ -319,8 +312,7 @@ def parse_entry_count(content: Bytes) -> int:
 
 
 def header_bytes(count: int) -> int:
-    """The bytes from the start of a segment of `count` entries to its contents: the header, and the
-    gap behind it."""
+    """The bytes before the contents of a segment of `count` entries: its header and a gap."""
     return int(_aligned(np.array([_HEAD.size + 4 * count + _CHECKSUM_BYTES]))[0])
 
 

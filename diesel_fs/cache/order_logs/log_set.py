@@ -1,8 +1,7 @@
 """The order logs that exist, and which entries each of them has.
 
-The thread that reads (`logs.py`) and the thread that writes (`writer.py`) share the logs. The
-writer adds and removes logs. Each change of a log's mask is one numpy assignment; a thread that
-still sees the old value reads from the store, or finds a wrong checksum.
+The threads of `logs.py` and `writer.py` share the logs. A change of a log's mask is one numpy
+assignment; a thread that still sees the old value reads from the store, or finds a wrong checksum.
 """
 
 import logging
@@ -44,13 +43,12 @@ class Log:
     layout: LogLayout
     file: int
     is_recovered: bool
-    """Whether the file was taken over from another process: then `is_present` is partly a guess, by
-    the headers of segments."""
+    """Whether another process has left it: then `is_present` is partly a guess, by headers."""
 
     is_present: Mask = field(init=False)  # by place
     is_sure: Mask = field(init=False)  # by place: this process has written it, or has staged it
     is_written: Mask = field(init=False)  # by place: this process has written it
-    is_delivered: Mask = field(init=False)  # by place: was read in the epoch of the log's order
+    is_delivered: Mask = field(init=False)  # by place: a reader has got it in this epoch
     has_header: Mask = field(init=False)  # by segment: the header is in the file
     is_released: Mask = field(init=False)  # by segment: its room is free again, or soon will be
     passed: int = 0  # segments that the reader has passed
@@ -71,14 +69,14 @@ class Log:
         return slice(int(self.layout.first[segment]), int(self.layout.first[segment + 1]))
 
     def find_present(self, entries: Entries) -> tuple[Places, Mask]:
-        """The place of each entry, and whether the log has its content."""
+        """The place of each entry, and whether its content is there."""
         places = self.layout.find(entries)
         is_here = places >= 0
         is_here[is_here] = self.is_present[places[is_here]]
         return places, is_here
 
     def is_done(self, segment: int) -> bool:
-        """Whether all entries that a segment has were read in the epoch of the log's order."""
+        """Whether readers have got all that a segment has."""
         some = self.places_in(segment)
         return not (self.is_present[some] & ~self.is_delivered[some]).any()
 
@@ -92,31 +90,31 @@ class LogSet:
         self.addresses = addresses
         columns = snapshot.columns
         self.is_logged: Mask = (columns.size > 0) & (columns.flags & MANY_EXTENTS == 0)
-        """For each entry, whether logs may have it: files with content in one extent."""
+        """By entry: whether it is a file with content in one extent."""
         self.is_logged &= kinds(columns.flags) == Kind.FILE
         self.by_order: dict[int, Log] = {}
         """The logs by `Log.order`."""
         self.current_orders: frozenset[int] = frozenset()
         """The digests of the orders that are being read."""
         self.next: frozenset[int] = frozenset()
-        """The digests of the logs that are being written, for the next epoch (the *next logs*)."""
+        """Those of the logs that are written for the next epoch (the *next logs*)."""
         self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
         self._breaker = CircuitBreaker(1, DISK_PAUSE_S)
         self._warned: set[str] = set()
 
     def next_logs(self) -> list[Log]:
-        """The logs that are being written."""
+        """The logs of `next` that exist."""
         return [found for digest in self.next if (found := self.by_order.get(digest))]
 
     def is_read_whole(self, found: Log) -> bool:
-        """Whether segments of a log are read whole: a reader has its order, and no more contents of
-        older logs come."""
+        """Whether a log's segments are read whole: a reader has its order, and the log is not being
+        filled."""
         return found.order in self.current_orders and not found.is_filling
 
     def readable(self) -> list[Log]:
-        """The logs to read from. Logs in the order of a current reader come first. Logs that are
-        being filled come last: a file is in the older log until it is in the new one. None during
-        a pause."""
+        """The logs to read from; none during a pause. Those in the order of a current reader come
+        first. Those that are being filled come last: a file is in the older log until it is in the
+        new one."""
         if self.is_paused:
             return []
         return sorted(
@@ -151,8 +149,8 @@ class LogSet:
         return [content[begin:end] for begin, end in spans]
 
     def check(self, found: Log, places: Places, contents: Sequence[memoryview]) -> Mask:
-        """For each content that was read at these places, whether its checksum is that of its
-        entry. Entries with wrong contents count as absent from now on."""
+        """Whether each content that was read at these places has its entry's checksum. Wrong ones
+        count as absent from now on."""
         checksums = self.snapshot.columns.checksum[found.layout.entries[places]]
         sums = np.fromiter(map(xxh3_64_intdigest, contents), np.uint64, len(contents))
         is_right: Mask = sums == checksums
@@ -177,11 +175,11 @@ class LogSet:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the logs are left alone, since the disk failed a short time ago."""
+        """Whether the disk failed a short time ago."""
         return self._breaker.is_open(time.monotonic())
 
     def pause(self, doing: str, error: OSError) -> None:
-        """Leave the logs alone for a while: the disk has failed in reading or writing (`doing`)."""
+        """Leave the logs alone for a while. `doing`: for the warning."""
         self._breaker.open(time.monotonic())
         self.warn(
             f"{doing} {error.errno}",
@@ -197,8 +195,8 @@ class LogSet:
 
 
 def read_once(file: int, start: int, size: int) -> memoryview:
-    """Read a part of a file, and do not keep it in the kernel's page cache. Shorter at the file's
-    end. Raises OSError."""
+    """Read a part of a file, and drop it from the page cache. Shorter at the file's end. Raises
+    OSError."""
     content = np.empty(size, np.uint8).data
     content = content[: read_into(file, start, content)].toreadonly()
     os.posix_fadvise(file, start, size, POSIX_FADV_DONTNEED)
@@ -206,8 +204,8 @@ def read_once(file: int, start: int, size: int) -> memoryview:
 
 
 def read_into(file: int, start: int, buffer: memoryview) -> int:
-    """Fill `buffer` from `start` on. Returns the number of bytes, fewer than the buffer has only at
-    the file's end. Raises OSError."""
+    """Fill `buffer` from `start` on. Returns the number of bytes, fewer only at the file's end.
+    Raises OSError."""
     done = 0
     while done < len(buffer):
         got = os.preadv(file, [buffer[done:]], start + done)

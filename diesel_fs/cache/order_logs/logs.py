@@ -1,12 +1,9 @@
-"""Reads a mount's files from order logs, and copies other contents to the next logs.
+"""Reads a mount's files from order logs, and copies what is read to the logs of the next epoch.
 
-`OrderLogs` has the logs of one version of a dataset: for each stream (a reader with an order of its
-own) the log that it reads in this epoch, and the *next log*, to which every file that is read is
-copied for the next epoch. `LoggedReader` puts the logs in front of another reader of a mount's
-prefetch worker.
+`LoggedReader` puts `OrderLogs` in front of another reader of a mount's prefetch worker.
 
-Concurrency: one thread calls. `writer.py` makes, writes and removes logs in a thread of its own,
-and `segments.py` reads ahead in others.
+Concurrency: one thread calls. `writer.py` has a thread of its own, and `segments.py` reads ahead in
+others.
 """
 
 import contextlib
@@ -30,22 +27,22 @@ from .streams import LogPlan, StreamLogs
 from .writer import LogWriter
 
 STAGED_BYTES = 64 << 20
-"""Bytes that are collected before a write. Among more contents there are more neighbours of the
-next epoch, which are written together."""
+"""Bytes that are collected before a write. More contents have more neighbours of the next epoch,
+which are written together."""
 
 WORTHWHILE_FILE_BYTES = 32 << 10
 """If files are smaller on average, a log is worth its writes to a disk whose speed is unknown."""
 
 SAVED_AT_ONCE, LAST_SEGMENTS = 2, 8
-"""Segments that a reader has passed are read whole, if the next logs lack some of their entries. At
-most `SAVED_AT_ONCE` are read in one call, so that pushes to the page cache go on. At the end of an
-epoch, the rest of the log is read if it has at most `LAST_SEGMENTS` segments."""
+"""Segments that a reader has passed are read whole if the next logs lack some of their entries:
+`SAVED_AT_ONCE` in one call, so that pushes go on, and at the end of an epoch all that are left, if
+they are at most `LAST_SEGMENTS`."""
 
 _GAP_BYTES = 64 << 10  # reading this many unwanted bytes costs less than one more read
 
 
 class OrderLogs:
-    """The order logs of one version of a dataset (see the module)."""
+    """The order logs of one version of a dataset."""
 
     def __init__(
         self,
@@ -56,8 +53,8 @@ class OrderLogs:
         segment_bytes: int = SEGMENT_BYTES,
         addresses: LogAddresses | None = None,
     ) -> None:
-        """`close` closes `files`. `staged_bytes`: bytes that are collected before a write.
-        `addresses`, if any, tells the mount's server where entries lie."""
+        """`close` closes `files`. `staged_bytes` are collected before a write. `addresses`, if any,
+        shows the mount's server where entries lie."""
         self._snapshot = snapshot
         self._streams = StreamLogs(snapshot.identity, snapshot.version)
         self._set = LogSet(snapshot, addresses)
@@ -70,9 +67,8 @@ class OrderLogs:
     # The plan
 
     def set_plan(self, plans: Sequence[LogPlan]) -> None:
-        """Set the orders that the streams read in this epoch and the next one. Logs of other orders
-        are removed. Missing logs are made, or taken over from files that another process has left.
-        Both happen in the background."""
+        """Set the orders that the streams read in this epoch and the next one. In the background,
+        logs are made, taken over from other processes, rewritten and removed."""
         if plans == self._streams.plans:
             return
         self._save_last(plans)
@@ -90,13 +86,12 @@ class OrderLogs:
         self._writer.change(self._streams.wanted())
 
     def settle(self) -> None:
-        """Wait until the logs are made, and all added contents are written."""
+        """Wait until the logs are made, and all contents are written."""
         self._writer.settle()
 
     def passed(self, name: str, position: int) -> None:
-        """Note that the reader of a stream has read all before this position of its current order.
-        Segments before that are released; if they must first be read for the next logs, only
-        `SAVED_AT_ONCE` in one call."""
+        """Note that the reader of a stream has read all before this position of its current order:
+        release the segments before that, after they were read for the next logs if need be."""
         self._writer.tidy()
         found = self._set.by_order.get(self._streams.current(name))
         if found is not None:
@@ -107,8 +102,8 @@ class OrderLogs:
             found.passed += saved
 
     def _save_last(self, plans: Sequence[LogPlan]) -> None:
-        """For each reader that goes on to its next epoch, save the rest of the log of its last
-        epoch, unless too much is left, as when an order was given up in its middle."""
+        """For each reader that goes on to its next epoch, save the rest of its log, unless too much
+        is left, as when an order was given up in its middle."""
         stays = {id(order) for each in plans for order in (each.current, each.following)}
         for each in self._streams.plans:
             found = self._log_of(each.current)
@@ -118,10 +113,9 @@ class OrderLogs:
                     self._save(found, left, LAST_SEGMENTS)
 
     def _save(self, found: Log, segments: Sequence[int], most: int) -> int:
-        """Read the segments of which the next logs lack entries, so that these are written there
-        before the segments are released: a reader that outruns the mount passes segments that the
-        mount has not read. Reads at most `most` segments. Returns how many of `segments`, from the
-        first on, may be released."""
+        """Read the segments of which the next logs lack entries, so that these get them: a reader
+        that outruns the mount passes segments that the mount has not read. Reads at most `most`
+        segments. Returns how many of `segments`, from the first on, may be released."""
         if self._set.is_paused or found.order in self._set.next:  # nothing to save
             return len(segments)
         for at, segment in enumerate(segments):
@@ -142,8 +136,8 @@ class OrderLogs:
     # Reading
 
     def read(self, entries: Entries) -> tuple[list[ExtentBatch], Entries]:
-        """The checked contents of those of these files that the logs have, and the files that no
-        log has. The contents stay valid as long as they are referenced."""
+        """The checked contents of the files that logs have, and the other files. The contents stay
+        valid as long as they are referenced."""
         start_s = time.monotonic()
         batches: list[ExtentBatch] = []
         for each in self._set.readable():
@@ -160,8 +154,8 @@ class OrderLogs:
         return batches, entries
 
     def prefetch(self, entries: Entries) -> None:
-        """Begin to read those of these files that the logs have, since `read` will be called for
-        them soon. Call it once for each file."""
+        """Begin to read those of these files that the logs have. Call it once for each file, before
+        `read`."""
         for each in self._set.readable():
             places, is_here = each.find_present(entries)
             places = places[is_here]
@@ -179,13 +173,13 @@ class OrderLogs:
                         os.posix_fadvise(each.file, start, size, POSIX_FADV_WILLNEED)
 
     def read_cost_s(self, count: int) -> float:
-        """The seconds that reading `count` files from the logs takes, by the mean until now; 0
-        before the first read."""
+        """The seconds that `count` files from the logs take, by the mean until now; 0 before the
+        first read."""
         hits = self._set.counts["log_hits"]
         return self._read_s / hits * count if hits else 0.0
 
     def holds(self, order: Entries) -> bool:
-        """Whether at least half of an order can be read from logs."""
+        """Whether logs have at least half of an order."""
         return 2 * len(self.missing(order)) <= len(order)
 
     def _log_of(self, order: Entries | None) -> Log | None:
@@ -197,14 +191,14 @@ class OrderLogs:
         return self._set.missing(entries)
 
     def lacking(self, entries: Entries) -> Entries:
-        """The files among these for which a next log has a place, but not their contents."""
+        """The files among these that a next log should have and lacks."""
         return entries[self._writer.lacking(entries)]
 
     def _read_from(
         self, found: Log, entries: Entries, places: Places
     ) -> tuple[list[ExtentBatch], Mask]:
-        """Read entries at their places in a log. Returns the contents that were right, and for each
-        of the entries whether it is among them."""
+        """Returns the contents at these places that were right, and for each entry whether it is
+        among them."""
         order = np.argsort(places)
         places, entries = places[order], entries[order]
         try:
@@ -229,8 +223,7 @@ class OrderLogs:
         return [ExtentBatch(right, np.zeros(len(right), np.int64), contents)], is_read
 
     def _one_by_one(self, found: Log, places: Places) -> list[memoryview]:
-        """The contents at these ascending places. Contents that lie near each other are read
-        together."""
+        """The contents at these ascending places; near ones are read together."""
         begins = found.layout.offset(places)
         ends = begins + self._set.snapshot.columns.size[found.layout.entries[places]].astype(
             np.int64
@@ -248,8 +241,7 @@ class OrderLogs:
         return contents
 
     def _deliver(self, found: Log, places: Places) -> None:
-        """Note that entries of a log were read, and release the segments that are read to the
-        end."""
+        """Note that entries were read, and release the segments that are read to the end."""
         if found.order in self._set.next:  # the next epoch reads them again
             return
         found.is_delivered[places] = True
@@ -259,8 +251,7 @@ class OrderLogs:
         self._writer.release(found, [each for each in segments if found.is_done(each)])
 
     def add(self, batch: ExtentBatch) -> None:
-        """Take contents of whole files that were read from elsewhere: copies those that the next
-        logs lack, to be written there."""
+        """Take contents of whole files from elsewhere: copies those that the next logs lack."""
         entries = batch.entries.astype(np.uint32)
         some = np.flatnonzero(self._writer.lacking(entries)).tolist()
         if some:
@@ -272,7 +263,7 @@ class OrderLogs:
             self._writer.stage(entries[some], contents)
 
     def flush(self) -> None:
-        """Begin to write the added contents, even if they are few. Does not wait."""
+        """Begin to write the staged contents, even if they are few. Does not wait."""
         self._writer.flush_if_idle()
 
     # The logs as a whole
@@ -289,15 +280,14 @@ class OrderLogs:
         }
 
     def close(self) -> None:
-        """Write the added contents, and close the files, which stay for the next mount. Logs that
-        hold nothing are removed."""
+        """Write the staged contents, and close the files, which stay for the next mount."""
         self._segments.close()
         self._writer.close()
 
 
 def is_log_worthwhile(snapshot: Snapshot, memory_bytes: int, file_bytes_max: int) -> bool:
-    """Whether order logs are worth their writes to the disk, once it is known what will be read
-    (`ORDER_LOG.md`). `memory_bytes` is the mount's memory for contents. From `file_bytes_max` on,
+    """Whether order logs are worth their writes, once the orders are known (`ORDER_LOG.md`).
+    `memory_bytes` is the mount's memory for contents. From a mean size of `file_bytes_max` on,
     reads of single files are as fast on that disk."""
     sizes = snapshot.columns.size
     total_bytes, files = int(sizes.sum(dtype=np.int64)), int(np.count_nonzero(sizes))
@@ -310,7 +300,7 @@ class LoggedReader:
     def __init__(self, reader: BatchSource, logs: OrderLogs) -> None:
         """`close` closes `reader` and `logs`."""
         self._reader, self._logs = reader, logs
-        # The entries that no log has, of each announced unit (a list of entries, here as bytes)
+        # The entries that no log has, of each announced unit (by its entries, as bytes)
         self._rests: dict[bytes, Entries] = {}
 
     def batches(self, entries: Entries) -> Iterator[ExtentBatch]:
@@ -335,8 +325,7 @@ class LoggedReader:
         self._reader.prefetch([*self._rests.values()])
 
     def read_costs(self, units: Sequence[Entries]) -> Sequence[tuple[float, float]]:
-        """As `BatchSource.read_costs`; entries in logs add their `OrderLogs.read_cost_s` to the
-        transfer."""
+        """As `BatchSource.read_costs`; entries in logs add to the transfer."""
         rests = [self._logs.missing(unit) for unit in units]
         costs = self._reader.read_costs(rests)
         logged = [

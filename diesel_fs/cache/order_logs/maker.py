@@ -1,9 +1,7 @@
 """Opens and makes the files of order logs, in the thread of `writer.py`.
 
-A log of an order that a stream reads, or will read next, is found by the name of its file. Logs of
-other orders that earlier processes have left (`LogMaker.leftovers`) are found by the headers of
-their segments, which list the entries: so their contents are of use although their orders are
-unknown.
+A log of an order that a stream reads, or will read next, is found by the name of its file. For logs
+of other orders, which are unknown, the headers of their segments list the entries.
 """
 
 import contextlib
@@ -38,7 +36,7 @@ _EXTRA_BYTES = 16  # of an entry beside its content, at most: padding, and its p
 
 
 class LogMaker:
-    """Opens and makes logs for a set. The methods raise OSError; they return None for a log that
+    """Opens and makes logs for a set. The methods raise OSError, and return None for a log that
     another mount uses."""
 
     def __init__(

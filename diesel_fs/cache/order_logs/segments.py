@@ -1,8 +1,7 @@
 """Reads whole segments of order logs, ahead of the stream that reads the log.
 
-A few segments stay in memory, since more of their entries will be read soon. When a segment has
-been read, its entries are *staged* (collected to be written) for the next epoch's logs, also
-entries that the mount still has in memory. One thread calls; threads of this module read.
+A few segments stay in memory, since more of their entries will be read soon. One thread calls;
+threads of this module read.
 """
 
 from collections import OrderedDict
@@ -23,14 +22,14 @@ SEGMENTS_HELD, SEGMENTS_AHEAD = 2, 2
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """A segment in memory: the content at each of its places, and whether its checksum is right."""
+    """A segment in memory, by place."""
 
     contents: list[memoryview]
     is_right: Mask
 
 
 class SegmentReader:
-    """The segments in memory, and the segments that are being read."""
+    """The segments in memory, and those that are being read."""
 
     def __init__(self, logs: LogSet, writer: LogWriter) -> None:
         self._set, self._writer = logs, writer
@@ -41,8 +40,7 @@ class SegmentReader:
         self._readers = ThreadPoolExecutor(SEGMENTS_AHEAD, "order-log-read")
 
     def clear(self) -> None:
-        """Forget all segments, so that entries are staged for other logs when they are read
-        again."""
+        """Forget all segments, so that `load` stages their entries again, for other logs."""
         self._segments.clear()
         self._reading.clear()
 
@@ -51,8 +49,8 @@ class SegmentReader:
         self._readers.shutdown(cancel_futures=True)
 
     def prefetch(self, found: Log, numbers: Iterable[int]) -> bool:
-        """Begin to read these segments of a log; their numbers ascend. Returns False if there is no
-        room to read all of them ahead."""
+        """Begin to read these segments of a log, in ascending order. Returns False if there is no
+        room for all."""
         for number in numbers:
             if len(self._reading) >= SEGMENTS_AHEAD * len(self._set.current_orders):
                 # A segment may have been read in vain, as the mount had all its files already
@@ -64,8 +62,7 @@ class SegmentReader:
         return True
 
     def contents(self, found: Log, places: Places) -> tuple[list[memoryview], Mask]:
-        """The contents at these ascending places, and for each content whether its checksum is
-        right. Each segment is read whole. Raises OSError."""
+        """The contents at these ascending places, and which of them are right. Raises OSError."""
         layout = found.layout
         segments = layout.segment_of(places)
         is_right = np.zeros(len(places), np.bool_)
@@ -80,9 +77,8 @@ class SegmentReader:
         return contents, is_right
 
     def load(self, found: Log, number: int) -> _Segment:
-        """Wait for a segment, which may have been read ahead. The first time, all its entries that
-        the next logs lack are staged, also entries that the mount still has in memory. Raises
-        OSError."""
+        """Wait for a segment. The first time, its entries that the next logs lack are staged
+        (collected for a write), also those that the mount still has in memory. Raises OSError."""
         key = found.order, number
         segment = self._segments.get(key)
         if segment is not None:

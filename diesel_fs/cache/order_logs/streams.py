@@ -1,11 +1,10 @@
 """Chooses the order log that each stream reads, and the log that is written for its next epoch.
 Pure.
 
-An *order log* is a file with a dataset's files in the order in which they will be read
-(`../ORDER_LOG.md`). A *stream* is a reader with an order of its own, for example one rank of a
-training job. It reads the log of its order if there is one. If the stream's next order is unknown,
-the files of this epoch are logged as they are read, in this epoch's own log. When the next order is
-known, that log is rewritten for it; until then the stream reads the log entry by entry.
+A *stream* is a reader with an order of its own, for example one rank of a training job. It reads
+the log of its order if there is one. If its next order is unknown, the files of this epoch are
+logged in this epoch's own order. When the next order becomes known, and the one after it, that log
+is rewritten; until then the stream reads it entry by entry.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,8 +19,8 @@ from .layout import LogIdentity
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogPlan:
-    """The order of one stream in this epoch and in the next one, each None if it is unknown. Two
-    plans are equal if they have the same arrays."""
+    """The order of one stream in this epoch and in the next one; None: unknown. Two plans are equal
+    if they have the same arrays."""
 
     name: str
     current: Entries | None
@@ -53,26 +52,25 @@ class WantedLogs:
 
 
 class StreamLogs:
-    """The logs of all streams. A log is named by the digest of its order."""
+    """The logs of all streams, named as in `WantedLogs`."""
 
     def __init__(self, identity: UUID, version: int) -> None:
         self._identity, self._version = identity, version
         self.plans: list[LogPlan] = []
         self.orders: dict[int, Entries] = {}
-        """The orders of all logs that are wanted, by digest."""
+        """As in `WantedLogs`."""
         self.sources: dict[str, int] = {}
-        """The digest of the log that each stream reads from, by the stream's name."""
+        """The log that each stream reads from, by the stream's name."""
         self.following: dict[str, int] = {}
-        """The digest of the log that is written for the next epoch of each stream."""
+        """The log that is written for the next epoch of each stream."""
         self._current: dict[str, int] = {}  # the digest of the order that each stream reads
         self._announced: dict[str, int | None] = {}  # that of its next epoch's order
         # Arrays of orders, and their digests, by the array's id. Keeping the array keeps its id
         self._digests: dict[int, tuple[Entries, int]] = {}
 
     def set_plans(self, plans: Sequence[LogPlan], existing: Collection[int]) -> list[str]:
-        """Set the orders that the streams read in this epoch and the next one. `existing` has the
-        digests of the logs that exist. Returns the names of streams that now read another order
-        than was announced for them."""
+        """Set the orders of all streams. `existing` has the digests of the logs that exist. Returns
+        the names of streams that now read another order than was announced for them."""
         self.plans = [*plans]
         known, self._digests = self._digests, {}
         orders = dict(self.orders)
@@ -128,13 +126,13 @@ class StreamLogs:
         return self._current.get(name, -1)
 
     def digest(self, order: Entries | None) -> int | None:
-        """The digest of an order; None unless it is an array of the current plans."""
+        """The digest of an array of the current plans; None for others."""
         found = self._digests.get(id(order))
         return None if order is None or found is None else found[1]
 
     def _arrivals(self) -> Entries:
-        """All orders that are being read, merged into one order, as if all streams were always
-        through with the same part of their orders."""
+        """All orders that are being read, merged as if all streams were always through with the
+        same part."""
         orders = [each.current for each in self.plans if each.current is not None]
         if len(orders) < 2:
             return orders[0] if orders else NO_ENTRIES

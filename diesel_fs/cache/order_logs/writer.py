@@ -1,12 +1,11 @@
 """Makes, writes and removes order logs, in a thread of its own.
 
-Contents that were read are *staged*: collected until there are enough of them to be worth a write.
-Among more contents there are more neighbours of the next epoch, which are written together. A
-segment that was read is *released*: its part of the file is punched out, so that it takes no room.
-The thread makes logs, writes and releases in the order of the calls.
+Contents that were read are *staged*: collected until they are worth a write. A segment that was
+read is *released*: its part of the file is punched out, so that it takes no room. The thread makes
+logs, writes and releases in the order of the calls.
 
-Concurrency: one thread calls; the methods below "In the thread" run in the writer's own thread. The
-caller waits only if the disk is more than one write behind.
+Concurrency: one thread calls; the methods below "In the thread" run in the writer's own. The caller
+waits only if the disk is more than one write behind.
 """
 
 import contextlib
@@ -72,8 +71,7 @@ class LogWriter:
     def __init__(
         self, logs: LogSet, files: OrderLogFiles, *, staged_bytes: int, segment_bytes: int
     ) -> None:
-        """`staged_bytes` is the size of a write, `segment_bytes` that of a segment. `close` closes
-        `files`."""
+        """`staged_bytes` is the size of a write. `close` closes `files`."""
         self._set, self._files = logs, files
         self._staged_bytes, self._segment_bytes = staged_bytes, segment_bytes
         self._staged = _Staged()
@@ -97,8 +95,8 @@ class LogWriter:
         return self._staged.bytes
 
     def change(self, wanted: WantedLogs) -> None:
-        """Begin to make the wanted logs that are missing, to rewrite other logs for orders that
-        were not foreseen, and to remove the others."""
+        """Begin to make the missing logs, to rewrite others for orders that were not foreseen, and
+        to remove the rest."""
         self._changing = self._thread.submit(self._change_logs, wanted)
 
     def lacking(self, entries: Entries) -> Mask:
@@ -109,7 +107,7 @@ class LogWriter:
         return self._set.lacking(entries)
 
     def stage(self, entries: Entries, contents: Sequence[memoryview]) -> None:
-        """Collect contents for a write to the next logs. The caller must not change them."""
+        """Collect contents, which must not change, for a write to the next logs."""
         if not len(entries) or self._set.is_paused:
             return
         for found in self._set.next_logs():
@@ -122,7 +120,7 @@ class LogWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Begin to write the staged contents. Waits for the write before, if that is not done."""
+        """Begin to write the staged contents. Waits for the write before."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None
@@ -137,8 +135,8 @@ class LogWriter:
             self.flush()
 
     def release(self, found: Log, segments: Sequence[int]) -> None:
-        """Free the room of segments, once their contents are written to the next logs. Does nothing
-        if the next epoch reads this log again."""
+        """Free the room of segments, after the staged contents are written. Does nothing if the
+        next epoch reads this log again."""
         if found.order in self._set.next:
             return
         for segment in segments:
@@ -156,7 +154,7 @@ class LogWriter:
             self._thread.submit(self._files.remove, each.identity.file_name, each.file)
 
     def settle(self) -> None:
-        """Wait until the logs are made and rewritten, and the staged contents are written."""
+        """Wait until all is made, rewritten and written."""
         self.flush()
         is_settled = False
         while not is_settled:
@@ -212,9 +210,9 @@ class LogWriter:
             self._set.by_order[made.order] = made
 
     def _begin_rewriting(self, wanted: WantedLogs, opened: Sequence[Log]) -> None:
-        """Make logs for unforeseen orders out of logs that no stream wants any more, and remove the
-        others of these. `opened`: logs of orders that are being read, which other processes have
-        left; they may lack some contents. Raises OSError."""
+        """Make logs for unforeseen orders out of logs that no stream wants any more, and retire the
+        others of these. `opened`: logs of current orders that other processes have left, which may
+        lack contents. Raises OSError."""
         by_order = self._set.by_order
         older = [each for each in by_order.values() if each.order not in wanted.orders]
         filling = [each for each in by_order.values() if each.is_filling and each not in older]
@@ -246,8 +244,8 @@ class LogWriter:
     def _made_of(
         self, older: list[Log], digest: int, order: Entries, wanted: WantedLogs
     ) -> list[Log]:
-        """Make the log of an order out of older logs. Returns it if contents must be moved to it;
-        if it is one of the older logs, that is removed from these. Raises OSError."""
+        """Make the log of an order out of older logs. Returns it if contents must be moved to it.
+        If it is one of the older logs, that leaves these. Raises OSError."""
         more_bytes = 0
         if digest in wanted.following:  # other contents are written to it, too
             more_bytes = self._maker.limit_bytes - sum(each.layout.total_bytes for each in older)
@@ -270,8 +268,7 @@ class LogWriter:
         self._retired.append(found)
 
     def _rewrite(self) -> None:
-        """Copy some segments of older logs to the logs that are being filled, and free their room.
-        Other work of this thread comes between two calls."""
+        """Move some segments of older logs. Other work of this thread comes between two calls."""
         job = self._rewriting
         try:
             left_bytes = max(self._staged_bytes, 2 * self._segment_bytes)
@@ -295,8 +292,8 @@ class LogWriter:
         self._rewriting = _Rewriting([], [])
 
     def _move(self, segments: Sequence[tuple[Log, int]], targets: Sequence[Log]) -> None:
-        """Move the contents of segments to those of these logs that want them; those that readers
-        have passed already, to the next logs. Raises OSError."""
+        """Move the contents of segments to the logs that want them; those that readers have passed
+        already, to the next logs. Raises OSError."""
         entries, contents = list[Entries](), list[memoryview]()
         for found, segment in segments:
             some = found.places_in(segment)
@@ -351,8 +348,8 @@ class LogWriter:
         *,
         is_final: bool = True,
     ) -> bool:
-        """Write those of these contents that a log lacks. Returns False if it has no room for them;
-        `is_final`: then they are lost, and this is logged. Raises OSError."""
+        """Write the contents that a log lacks. Returns False if it has no room; then they are lost,
+        and this is logged, unless `is_final` is False. Raises OSError."""
         layout = found.layout
         places = layout.find(entries)
         rows = np.flatnonzero(places >= 0)
