@@ -20,7 +20,12 @@ from diesel_fs.errors import DeadlineError
 from diesel_fs.mounts import launcher, stats, umount
 from diesel_fs.mounts.daemon.prefetch_worker import run_prefetch_worker
 from diesel_fs.mounts.mountpoints.mountpoint import mounted_at, unmount
-from diesel_fs.mounts.mountpoints.processes import children_of, ends_within, processor_ticks
+from diesel_fs.mounts.mountpoints.processes import (
+    children_of,
+    descendants_of,
+    ends_within,
+    processor_ticks,
+)
 from diesel_fs.mounts.source import MountSource
 from tests.mounts.conftest import mounting, request_for
 from tests.mounts.folder_daemon import WORKS_UNTIL
@@ -126,13 +131,13 @@ def test_a_process_that_the_mount_starts_meanwhile_is_no_user_of_it(
     with mounting(source, tmp_path / "mount", session) as mounted:
         own = [*children_of(mounted.pid)]
         found_first, opened = [False], [own, own]
-        known = launcher.descendants_of
+        known = descendants_of
 
-        def descendants_of(pid: int) -> list[int]:
+        def of_later(pid: int) -> list[int]:
             before, found_first[0] = found_first[0], True
             return known(pid) if before else []
 
-        monkeypatch.setattr(launcher, "descendants_of", descendants_of)
+        monkeypatch.setattr(launcher, "descendants_of", of_later)
         monkeypatch.setattr(launcher, "openers_of", lambda _: opened.pop() if opened else [])
         umount(mounted.at)
         assert not opened
