@@ -10,11 +10,12 @@ import difflib
 import inspect
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
 from pathlib import Path
-from typing import SupportsIndex
+from typing import SupportsFloat, SupportsIndex
 
 from .errors import DieselError, UsageError
 
@@ -23,11 +24,12 @@ _KEYWORDS = {
     "--task-key-file": "task_key",
     "--cache-size": "cache_bytes",
     "--memory": "memory_bytes",
+    "--cool-down": "cool_down_s",
     **{
         f"--{name.replace('_', '-')}": name
         for name in (
             *("user", "task", "rank", "world", "peers", "listen", "advertise", "policy", "evict"),
-            *("cache_dir", "cache_layout", "order_log_below", "peer_tls"),
+            *("cache_dir", "cache_layout", "order_log_below", "lrfu_p", "lrfu_step", "peer_tls"),
             *("peers_through_master", "allow_other", "metrics"),
         )
     },
@@ -115,6 +117,20 @@ def whole_number(word: str, value: object, low: int = 0, high: int | None = None
         end = "on" if high is None else f"to {high}"
         raise UsageError(f"{word} is a number from {low} {end}, not {_short(number)}")
     return number
+
+
+def number(word: str, value: object, low: float, high: float | None = None) -> float:
+    """`high` None: without end, but finite."""
+    if isinstance(value, bool | str | bytes | bytearray) or not isinstance(value, SupportsFloat):
+        raise wrong_type(word, "a number", value)
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):  # an array, or a great whole number
+        raise wrong_type(word, "a number", value) from None
+    if not low <= found <= (sys.float_info.max if high is None else high):
+        end = "on" if high is None else f"to {high:g}"
+        raise UsageError(f"{word} is a number from {low:g} {end}, not {found:g}")
+    return found
 
 
 def local_path(word: str, value: object) -> Path:

@@ -210,7 +210,7 @@ class MountSource:
                     prepare_cache_folder(Path(request.log_folder), repository.objects),
                     repository.objects.store_id,
                     request.task_options.cache_bytes or None,
-                    by_references=request.task_options.evict == "lrfu",
+                    rule=request.task_options.eviction_rule,
                 )
                 if request.task_options.cache_layout == "order" and not self._is_registered:
                     # With other layouts the task's master registers the job. This process holds the

@@ -18,8 +18,9 @@ import pytest
 
 from diesel_fs.cache.disk import chunks as disk
 from diesel_fs.cache.disk.chunks import DiskTier
-from diesel_fs.cache.disk.folder import CHUNK_IDLE_S, IDLE_S
+from diesel_fs.cache.disk.folder import CHUNK_IDLE_S
 from diesel_fs.cache.disk.marker import prepare_cache_folder
+from diesel_fs.cache.disk.rule import COOL_DOWN_S, LRFU_P, LRFU_STEP, EvictionRule
 from diesel_fs.cache.policies.lrfu import HOUR_S
 from diesel_fs.cache.tiers import ChunkKey, verify_chunk
 from diesel_fs.errors import NoSpaceError
@@ -40,6 +41,7 @@ from .disk_tier import (
 )
 
 CHUNK_BYTES = 1000
+LRFU = EvictionRule(by_references=True)
 DAYS_OF_TURNS = int(3 * CHUNK_IDLE_S)
 DATASETS = [UUID(int=number) for number in range(1, 5)]
 
@@ -58,7 +60,7 @@ def used_file(place: Path, dataset: UUID) -> Path:
 
 
 def cool(place: Path, dataset: UUID) -> None:
-    long_ago = time.time() - 2 * IDLE_S
+    long_ago = time.time() - 2 * COOL_DOWN_S
     os.utime(used_file(place, dataset), (long_ago, long_ago))
 
 
@@ -89,9 +91,8 @@ class SharedFolder:
     counted in hours of references and in turns of uses.
     """
 
-    def __init__(self, place: Path, limit_chunks: int, *, by_references: bool) -> None:
-        """Without `by_references`, the chunk that was read longest ago goes first."""
-        self.place, self.by_references = place, by_references
+    def __init__(self, place: Path, limit_chunks: int, rule: EvictionRule) -> None:
+        self.place, self.rule = place, rule
         self.known = {dataset: Known() for dataset in DATASETS}
         self.limit_chunks = limit_chunks
         self.hour = self.turn = self.refused = 0
@@ -102,7 +103,7 @@ class SharedFolder:
 
     def new_tier(self) -> DiskTier:
         limit_bytes = self.limit_chunks * CHUNK_BYTES
-        return DiskTier(self.place, STORE, limit_bytes, by_references=self.by_references)
+        return DiskTier(self.place, STORE, limit_bytes, rule=self.rule)
 
     def pass_time(self) -> None:
         self.hour = min(self.hour + 1, 23)
@@ -165,10 +166,10 @@ class SharedFolder:
         if beyond <= 0:
             return True
         eligible = [
-            ((known.worth(), known.cost) if self.by_references else (), turn, name, chunk)
+            ((known.worth(), known.cost) if self.rule.by_references else (), turn, name, chunk)
             for name, known in self.known.items()
             for chunk, turn in known.chunks.items()
-            if (known.is_cool or turn < 0) and (name == dataset or not known.jobs)
+            if (known.is_cool and not known.jobs) or (turn < 0 and (name == dataset or not known.jobs))
         ]
         # A twentieth of the limit more than is needed is evicted: one more chunk
         for *_, name, chunk in sorted(eligible)[: beyond + 1]:
@@ -186,7 +187,7 @@ class SharedFolder:
 def test_jobs_come_and_go_as_in_the_model(place: Path, seed: int) -> None:
     """A dataset has 6 chunks, so it may be larger than the folder."""
     draw = random.Random(seed)
-    shared = SharedFolder(place, draw.randint(3, 10), by_references=seed < 6)
+    shared = SharedFolder(place, draw.randint(3, 10), LRFU if seed < 6 else EvictionRule())
     for dataset in DATASETS:
         shared.begin_job(dataset)
     for _ in range(250):
@@ -238,7 +239,7 @@ def test_a_dataset_is_pinned_until_its_last_process_is_killed(place: Path) -> No
     """Whatever the rule of the process that needs room, and though the dataset seems unused."""
     used, newcomer = DATASETS[:2]
     tier = DiskTier(place, STORE, 4 * CHUNK_BYTES)
-    other = DiskTier(place, STORE, 4 * CHUNK_BYTES, by_references=True)
+    other = DiskTier(place, STORE, 4 * CHUNK_BYTES, rule=LRFU)
     fill(tier, used, 4)
     for job in [start_job(place, used) for _ in range(2)]:
         cool(place, used)
@@ -257,7 +258,7 @@ def test_a_dataset_is_pinned_until_its_last_process_is_killed(place: Path) -> No
 
 def test_a_lower_limit_leaves_the_chunks_that_jobs_use(place: Path) -> None:
     used, unused = DATASETS[:2]
-    tier = DiskTier(place, STORE, 6 * CHUNK_BYTES, by_references=True)
+    tier = DiskTier(place, STORE, 6 * CHUNK_BYTES, rule=LRFU)
     fill(tier, used, 3)
     fill(tier, unused, 3)
     for _ in range(3):
@@ -282,7 +283,7 @@ def test_a_lower_limit_leaves_the_chunks_that_jobs_use(place: Path) -> None:
 def test_a_dataset_without_references_counts_one(place: Path, content: bytes) -> None:
     """An older version, or a crash, leaves none: the last use counts then."""
     plain, twice, once, newcomer = DATASETS
-    tier = DiskTier(place, STORE, 3 * CHUNK_BYTES, by_references=True)
+    tier = DiskTier(place, STORE, 3 * CHUNK_BYTES, rule=LRFU)
     now_s = time.time()
     for dataset, references in ((plain, 0), (twice, 2), (once, 1)):
         put(tier, key_of(dataset, 0), bytes(CHUNK_BYTES))

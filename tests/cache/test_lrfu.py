@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diesel_fs.cache.disk.rule import LRFU_P, LRFU_STEP
 from diesel_fs.cache.policies.lrfu import HOUR_S, Attenuation, Values, eviction_order, hour_of
 from tests.rows import each_row
 
@@ -73,13 +74,13 @@ def test_blocks_are_ordered_as_by_the_sum(
 
 
 def test_a_clock_that_was_set_back_does_not_keep_a_block_for_ever() -> None:
-    rule = Attenuation()
+    rule = Attenuation(LRFU_P, LRFU_STEP)
     assert rule.log_crf(row(1.0), row(500.0), 100)[0] == rule.log_crf(row(1.0), row(100.0), 500)[0]
     assert 1 <= rule.add_reference(row(3.0), row(500.0), 100)[0] <= 4
 
 
 @each_row(
-    ("p", "step"), [(1.0, 0.5), (0.5, 0.5), (math.inf, 0.5), (math.nan, 0.5), (2, -0.1), (2, 1.1)]
+    ("p", "step"), [(0.9, 0.5), (-2.0, 0.5), (math.inf, 0.5), (math.nan, 0.5), (2, -0.1), (2, 1.1)]
 )
 def test_values_without_a_meaning_are_refused(p: float, step: float) -> None:
     with pytest.raises(ValueError, match="not"):

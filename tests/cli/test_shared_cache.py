@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.cache.disk.folder import IDLE_S
+from diesel_fs.cache.disk.rule import COOL_DOWN_S
 from diesel_fs.errors import DieselError
 from diesel_fs.mounts import umount
 from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
@@ -65,7 +65,7 @@ class Machine:
         wait_until(lambda: not is_running(master))
 
     def seem_unused(self, name: str, hours: int) -> None:
-        assert hours * 3600 > IDLE_S
+        assert hours * 3600 > COOL_DOWN_S
         long_ago = time.time() - hours * 3600
         for each in self.folders[name].iterdir():
             os.utime(each, (long_ago, long_ago))

@@ -28,6 +28,7 @@ from ..args.fields import FieldOption, Values, made, options_of
 from ..args.options import (
     absolute_path,
     argument,
+    duration,
     file_path,
     folder_path,
     global_flags,
@@ -73,7 +74,7 @@ _P = ParamSpec("_P")
 
 
 def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
-    kinds: dict[str, object] = {"folder": folder_path, "size": size}
+    kinds: dict[str, object] = {"folder": folder_path, "size": size, "time": duration}
     for name, spec in reversed(option_specs().items()):
         if name == "task_key":
             command = option(
@@ -83,6 +84,7 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
         if not spec.help:  # options without help are not on the command line
             continue
         kinds |= {"count": click.IntRange(spec.low), "choice": click.Choice(spec.choices)}
+        kinds["number"] = click.FloatRange(spec.low, spec.high)
         command = option(
             cli_name(name), name, type=kinds.get(spec.kind), metavar=spec.metavar, help=spec.help,
             is_flag=spec.kind == "flag", default=spec.choices[0] if spec.choices else None,

@@ -24,6 +24,7 @@ from .jobs import TOUCH_S, CacheJobs
 from .listing import list_files
 from .locks import FILE_FLAGS, is_unlocked, try_lock
 from .references import USED
+from .rule import LONGEST_UNREAD, EvictionRule
 
 log = logging.getLogger("diesel.cache")
 
@@ -44,10 +45,10 @@ class DiskTier(CacheTier):
         limit_bytes: int | None,
         clock: Callable[[], float] = time.monotonic,
         *,
-        by_references: bool = False,
+        rule: EvictionRule = LONGEST_UNREAD,
     ) -> None:
         """As `CacheFolder`."""
-        self.folder = CacheFolder(place, store, limit_bytes, clock, by_references=by_references)
+        self.folder = CacheFolder(place, store, limit_bytes, clock, rule=rule)
         self.jobs = CacheJobs(self.folder)
         # The chunks that this process has checked, and when it last set their times of last use
         self._checked_s: dict[ChunkKey, float] = {}

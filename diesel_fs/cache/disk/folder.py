@@ -32,6 +32,7 @@ from ..policies.replacement import Shortage
 from .locks import FILE_FLAGS, is_unlocked, try_lock
 from .marker import HEAD, MAGIC, MARKER, TAKES_NOTHING, check_marker, lock_marker
 from .references import USED, References, read_references
+from .rule import LONGEST_UNREAD, EvictionRule
 
 log = logging.getLogger("diesel.cache")
 
@@ -42,14 +43,10 @@ _FAILURES_MAX = 3  # in a row, before the pause: one file may be damaged while t
 FREE_FRACTION_MIN = 0.05
 """This part of the file system stays free for other programs (and nearly full disks are slow)."""
 
-IDLE_S = 600.0
-"""The cool-down: chunks of a dataset that nobody has used for this time may be evicted. A job that
-ended is often started again, and evaluates or restarts within minutes."""
-
 CHUNK_IDLE_S = 24 * 3600.0
-"""A chunk that nobody has read for this time may be evicted although its dataset is read: an epoch
-is shorter, and chunks that a purge has replaced are never read again. If the dataset is pinned,
-only for new chunks of the same dataset."""
+"""A chunk that nobody has read for this time (and for the cool-down) may be evicted although its
+dataset is read: an epoch is shorter, and chunks that a purge has replaced are never read again. If
+the dataset is pinned, only for new chunks of the same dataset."""
 
 EVICT_FRACTION = 0.05
 """Part of the limit that is evicted in addition to the bytes that are needed, so that evictions,
@@ -119,12 +116,11 @@ class CacheFolder:
         limit_bytes: int | None,
         clock: Callable[[], float] = time.monotonic,
         *,
-        by_references: bool = False,
+        rule: EvictionRule = LONGEST_UNREAD,
     ) -> None:
         """`place` is the folder that `prepare_cache_folder` returned. `limit_bytes` is by default
         half of the sum of the bytes that are free there and those that the cache has. `clock`
         (seconds) times the pauses of a failed disk, and how often chunks are marked as used.
-        `by_references`: evict by cost-aware LRFU (see the package).
 
         Raises PermissionDenied, BusyError.
         """
@@ -141,8 +137,8 @@ class CacheFolder:
         self.reads = DiskBreaker(self.root, "read from", clock)
         self.writes = DiskBreaker(self.root, "write to", clock)
         self.readers = WaitingReaders(f"{self.root}/{_READING}")
-        self.attenuation = Attenuation()
-        self.by_references = by_references
+        self.rule = rule
+        self.attenuation = Attenuation(rule.lrfu_p, rule.lrfu_step)
         self._takes_half = limit_bytes is None  # and `_settle_limit` has not been called yet
         self._device = os.stat(place).st_dev
         self._not_removable: set[str] = set()  # paths with a chunk's name that are no chunks
@@ -294,7 +290,9 @@ class FolderLedger:
         if beyond_bytes > 0:
             beyond_bytes += EVICT_FRACTION * own.limit_bytes if folder else 0
             may_go = [
-                each for each in files if _may_evict(each, folder, now_s, takes_chunks=takes_chunks)
+                each
+                for each in files
+                if _may_evict(each, folder, now_s, own.rule.cool_down_s, takes_chunks=takes_chunks)
             ]
             shortage = Shortage[_CachedFile](math.ceil(beyond_bytes))
             shortage.choose(self._in_eviction_order(may_go, now_s), lambda each: each.bytes)
@@ -311,7 +309,7 @@ class FolderLedger:
         self.add(used_bytes - self.used_bytes)
 
     def _in_eviction_order(self, files: Sequence[_CachedFile], now_s: float) -> list[_CachedFile]:
-        if not self._folder.by_references:
+        if not self._folder.rule.by_references:
             return sorted(files, key=lambda each: each.used_s)
         known = [each.dataset.references for each in files]
         order = eviction_order(
@@ -349,8 +347,11 @@ class FolderLedger:
                             self._folder.clear(entry.path)
 
 
-def _may_evict(each: _CachedFile, folder: str, now_s: float, *, takes_chunks: bool) -> bool:
-    """See `FolderLedger.tidy`."""
+def _may_evict(
+    each: _CachedFile, folder: str, now_s: float, cool_down_s: float, *, takes_chunks: bool
+) -> bool:
+    """See `FolderLedger.tidy`. A pinned dataset is in use, so it does not cool down, though the
+    time of its last use may be older than a short cool-down (`jobs.TOUCH_S`)."""
     if each.is_temporary or (each.is_log and not is_unlocked(each.path)):
         return False
     is_own = each.dataset.folder == folder
@@ -360,8 +361,8 @@ def _may_evict(each: _CachedFile, folder: str, now_s: float, *, takes_chunks: bo
         not folder
         or each.is_log
         or (is_own and takes_chunks)
-        or abs(now_s - each.dataset.used_s) > IDLE_S
-        or abs(now_s - each.used_s) > CHUNK_IDLE_S
+        or (not each.dataset.is_pinned and abs(now_s - each.dataset.used_s) > cool_down_s)
+        or abs(now_s - each.used_s) > max(CHUNK_IDLE_S, cool_down_s)
     )
 
 

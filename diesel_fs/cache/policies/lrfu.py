@@ -41,19 +41,15 @@ def hour_of(time_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Attenuation:
-    """How references lose weight over time. Raises ValueError unless `p` is above 1 and finite, and
-    `step` is between 0 and 1."""
+    """How references lose weight over time. Raises ValueError unless `p` is 1 or more and finite,
+    and `step` is between 0 and 1."""
 
-    p: float = 2.0
-    step: float = 1 / 24
-    """The default halves a reference within a day, if times are hours. A dataset that is used each
-    day then counts about two references, and one that was used often counts little after a week. In
-    a simulation of DLCache's experiment (`tests/bench/experiments/lrfu.py`), jobs waited least with
-    a `step` from 0 to 1/24; 0 would never forget."""
+    p: float
+    step: float
 
     def __post_init__(self) -> None:
-        if not 1 < self.p < math.inf:
-            raise ValueError(f"p is above 1, not {self.p}")
+        if not 1 <= self.p < math.inf:
+            raise ValueError(f"p is 1 or more, not {self.p}")
         if not 0 <= self.step <= 1:
             raise ValueError(f"step is from 0 to 1, not {self.step}")
 

@@ -145,7 +145,7 @@ class _Daemon:
             folder,
             self._objects.store_id,
             self._request.cache_bytes or None,
-            by_references=self._request.evict == "lrfu",
+            rule=self._request.eviction_rule,
         )
         if disk.folder.read_only_reason:
             daemons.report({"warning": disk.folder.read_only_reason})

@@ -12,10 +12,11 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import ClassVar, Literal, SupportsIndex, TypedDict, TypeVar, get_args
+from typing import ClassVar, Literal, SupportsFloat, SupportsIndex, TypedDict, TypeVar, get_args
 from uuid import UUID
 
-from ...arguments import check_words, flag, text, whole_number, wrong_type
+from ...arguments import check_words, flag, number, text, whole_number, wrong_type
+from ...cache.disk.rule import COOL_DOWN_S, LRFU_P, LRFU_STEP, EvictionRule
 from ...credentials import Credentials, parse_key
 from ...errors import ConfigError, UsageError
 from ...names import cut
@@ -39,6 +40,9 @@ def chunk_policy(evict: str) -> str:
     return "plan" if evict in ("importance", "lrfu") else evict
 
 
+COOL_DOWN_MAX_S = 366 * 24 * 3600
+"""A longer cool-down is a typing error; as long a time is never over in practice."""
+
 CacheLayout = Literal["auto", "chunks", "order"]
 """What a mount's cache folder keeps: chunks, or order logs (`cache/ORDER_LOG.md`)."""
 
@@ -60,13 +64,18 @@ class TaskKwargs(TypedDict, total=False):
     order_log_below: SupportsIndex | None
     policy: FillPolicy | None
     evict: Eviction | None
+    cool_down_s: SupportsIndex | None
+    lrfu_p: SupportsFloat | None
+    lrfu_step: SupportsFloat | None
     peer_tls: bool | None
     peers_through_master: bool | None
 
 
-OptionKind = Literal["text", "count", "addresses", "folder", "size", "choice", "flag"]
+OptionKind = Literal[
+    "text", "count", "addresses", "folder", "size", "time", "number", "choice", "flag"
+]
 """A count may also be text, from an environment variable; addresses are a list, or text with
-commas; a size is in bytes."""
+commas; a size is in bytes, a time in whole seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,7 @@ class OptionSpec:
     metavar: str | None
     help: str
     low: int
+    high: int | None
     choices: tuple[str, ...]
 
 
@@ -85,7 +95,11 @@ _Kind = TypeVar("_Kind")
 _POLICIES: tuple[FillPolicy, ...] = get_args(FillPolicy)
 _EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
 _LAYOUTS: tuple[CacheLayout, ...] = get_args(CacheLayout)
-_CLI_NAMES = {"memory_bytes": "--memory", "cache_bytes": "--cache-size"}
+_CLI_NAMES = {
+    "memory_bytes": "--memory",
+    "cache_bytes": "--cache-size",
+    "cool_down_s": "--cool-down",
+}
 _MAKE_A_KEY = "make one: head -c 32 /dev/urandom | base64"
 
 
@@ -95,9 +109,10 @@ def cli_name(name: str) -> str:
 
 def _option(
     default: _Kind, kind: OptionKind, metavar: str | None = None, help_text: str = "",
-    *, low: int = 0, choices: tuple[str, ...] = (), is_secret: bool = False,
+    *, low: int = 0, high: int | None = None, choices: tuple[str, ...] = (),
+    is_secret: bool = False,
 ) -> _Kind:  # fmt: skip
-    spec = OptionSpec(kind, metavar, help_text, low, choices)
+    spec = OptionSpec(kind, metavar, help_text, low, high, choices)
     made: _Kind = field(default=default, repr=not is_secret, metadata={"option": spec})
     return made
 
@@ -169,6 +184,19 @@ class TaskOptions(DaemonRequest):
         " a running job uses stays, with each policy."
         "  [default: plan]", choices=_EVICTIONS,
     )  # fmt: skip
+    cool_down_s: int = _option(
+        COOL_DOWN_S, "time", "TIME", "When this job needs room in --cache-dir, it leaves the"
+        " datasets that were used within this time, although no job uses them now: 0, 90m, 24h."
+        "  [default: 10m]", high=COOL_DOWN_MAX_S,
+    )  # fmt: skip
+    lrfu_p: float = _option(
+        LRFU_P, "number", "P", "With --evict lrfu: after h hours, a use of a dataset counts"
+        " 1/P^(STEP*h), P from 1 on.  [default: 2]", low=1,
+    )  # fmt: skip
+    lrfu_step: float = _option(
+        LRFU_STEP, "number", "STEP", "See --lrfu-p; from 0, with which the number of uses decides,"
+        " to 1, with which the last use does.  [default: 1/24: half as much after a day]", high=1,
+    )  # fmt: skip
     peer_tls: bool = _option(
         False, "flag", None, "Encrypt what the nodes of the task send each other."
     )
@@ -179,6 +207,11 @@ class TaskOptions(DaemonRequest):
 
     def __bool__(self) -> bool:
         return bool(self.task)
+
+    @property
+    def eviction_rule(self) -> EvictionRule:
+        """By what this node evicts in its cache folder."""
+        return EvictionRule(self.cool_down_s, self.evict == "lrfu", self.lrfu_p, self.lrfu_step)
 
     def or_single_node(
         self, shared_name: str, spelled: Callable[[str], str] = cli_name
@@ -213,6 +246,20 @@ class TaskOptions(DaemonRequest):
                 f"{spelled('evict')} lrfu chooses what stays in a cache folder, and none is named",
                 advice=f"say {spelled('cache_dir')}",
             )
+        if self.cool_down_s != COOL_DOWN_S and not self.cache_dir:
+            raise UsageError(
+                f"{spelled('cool_down_s')} is about a cache folder, and none is named",
+                advice=f"say {spelled('cache_dir')}",
+            )
+        for name, value, default_value in (
+            ("lrfu_p", self.lrfu_p, LRFU_P),
+            ("lrfu_step", self.lrfu_step, LRFU_STEP),
+        ):
+            if value != default_value and self.evict != "lrfu":
+                raise UsageError(
+                    f"{spelled(name)} is about {spelled('evict')} lrfu",
+                    advice=f"say {spelled('evict')} lrfu, or leave it out",
+                )
         if self.peers and self.world is not None and len(self.peers) < self.world:
             raise UsageError(
                 f"{spelled('peers')} names {len(self.peers)} nodes, and {spelled('world')} says"
@@ -227,10 +274,10 @@ class TaskOptions(DaemonRequest):
         # The key may come from the environment; a mount without a task has a policy
         free = {"task_key", "policy"}
         if self.cache_layout == "order":
-            free |= {"cache_dir", "cache_bytes", "cache_layout"}
+            free |= {"cache_dir", "cache_bytes", "cache_layout", "cool_down_s"}
         # importance is about the mount's own memory, lrfu about the cache folder
         if self.evict in ("importance", "lrfu"):
-            free.add("evict")
+            free |= {"evict", "lrfu_p", "lrfu_step"}
         for each in fields(TaskOptions):
             is_free = each.name in free
             if not is_free and getattr(self, each.name) != getattr(default, each.name):
@@ -282,8 +329,12 @@ def _checked_value(option: "Field[object]", value: object) -> object:
             if not re.fullmatch("[0-9]{1,9}", value.strip(), re.ASCII):
                 raise UsageError(f"{word} is a number, not {value!r}")
             return int(value)
-        case "count" | "size":
-            return option.default if value is None else whole_number(word, value)
+        case "count" | "size" | "time" | "number" if value is None:
+            return option.default
+        case "count" | "size" | "time":
+            return whole_number(word, value, high=spec.high)
+        case "number":
+            return number(word, value, spec.low, spec.high)
         case "addresses":
             return _addresses(word, value)
         case "folder":

@@ -28,6 +28,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
+from diesel_fs.cache.disk.rule import LRFU_P, LRFU_STEP
 from diesel_fs.cache.policies.lrfu import Attenuation, Values, eviction_order
 
 from ..plot import Line, Plot, draw
@@ -58,7 +59,7 @@ EXTRACT_BYTES_PER_S = 200e6
 COST_SIGMA = 0.5
 """Standard deviation of the logarithms of costs for a byte: downloads of one host differ by that
 much over a day, and files differ in compression."""
-DEFAULT = Attenuation()
+DEFAULT = Attenuation(LRFU_P, LRFU_STEP)
 GAP_HOURS = 6.0
 """Between the starts of two jobs: training on these datasets takes hours."""
 DEAR = 3.0

@@ -1,0 +1,31 @@
+"""By what a process that needs room in a cache's folder evicts. The module imports no numpy, so that
+`dlcmd mount` starts fast.
+
+Nothing of this is kept in the folder. Processes that share one may have different rules: each
+applies its own rule to the chunks of all datasets when it needs room, and counts the start of its
+own job by its own `lrfu_p` and `lrfu_step`.
+"""
+
+from dataclasses import dataclass
+
+COOL_DOWN_S = 600
+"""A job that ended is often started again, and evaluates or restarts within minutes."""
+
+LRFU_P, LRFU_STEP = 2.0, 1 / 24
+"""These halve a reference within a day, as times are hours. A dataset that is used each day then
+counts about two references, and one that was used often counts little after a week. In a simulation
+of DLCache's experiment (`tests/bench/experiments/lrfu.py`), jobs waited least with a step from 0 to
+1/24; 0 would never forget."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionRule:
+    cool_down_s: float = COOL_DOWN_S
+    """Chunks of a dataset may be evicted if no job uses it and nobody has used it for this time."""
+    by_references: bool = False
+    """Evict by cost-aware LRFU (`policies/lrfu.py`), not the longest unread chunks first."""
+    lrfu_p: float = LRFU_P
+    lrfu_step: float = LRFU_STEP
+
+
+LONGEST_UNREAD = EvictionRule()
