@@ -1,5 +1,5 @@
 """`DiskTier` in a folder that jobs and processes share: which chunks pins, cool-downs and
-references (cost-aware LRFU) leave, and the files that killed processes leave."""
+references (LRFU) leave, and the files that killed processes leave."""
 
 import os
 import random
@@ -20,7 +20,7 @@ from diesel_fs.cache.disk import chunks as disk
 from diesel_fs.cache.disk.chunks import DiskTier
 from diesel_fs.cache.disk.folder import CHUNK_IDLE_S
 from diesel_fs.cache.disk.marker import prepare_cache_folder
-from diesel_fs.cache.disk.rule import COOL_DOWN_S, LRFU_P, LRFU_STEP, EvictionRule
+from diesel_fs.cache.disk.rule import COOL_DOWN_S, EvictionRule
 from diesel_fs.cache.policies.lrfu import HOUR_S
 from diesel_fs.cache.tiers import ChunkKey, verify_chunk
 from diesel_fs.errors import NoSpaceError
@@ -74,7 +74,6 @@ class Known:
     hours: list[int] = field(default_factory=list)  # of references
     jobs: list[DiskTier] = field(default_factory=list)
     is_cool: bool = False
-    cost: float = 0.0
 
     def worth(self) -> Decimal:
         """The literal sum of the paper at the hour 24, with a half-life of a day. Hours are below
@@ -132,14 +131,6 @@ class SharedFolder:
             used_s = self.first_turn_s + self.turn - DAYS_OF_TURNS
             os.utime(file_of(self.place, key_of(dataset, chunk)), (used_s, used_s))
 
-    def measure(self, dataset: UUID, cost: float) -> None:
-        known = self.known[dataset]
-        if known.jobs:
-            tier = self.new_tier()
-            tier.jobs.note_cost(dataset, cost)
-            tier.close()
-            known.cost, known.is_cool = cost, False
-
     def put_chunk(self, dataset: UUID, chunk: int) -> None:
         known, key = self.known[dataset], key_of(dataset, chunk)
         if chunk in known.chunks:
@@ -166,10 +157,11 @@ class SharedFolder:
         if beyond <= 0:
             return True
         eligible = [
-            ((known.worth(), known.cost) if self.rule.by_references else (), turn, name, chunk)
+            ((known.worth(),) if self.rule.by_references else (), turn, name, chunk)
             for name, known in self.known.items()
             for chunk, turn in known.chunks.items()
-            if (known.is_cool and not known.jobs) or (turn < 0 and (name == dataset or not known.jobs))
+            if (known.is_cool and not known.jobs)
+            or (turn < 0 and (name == dataset or not known.jobs))
         ]
         # A twentieth of the limit more than is needed is evicted: one more chunk
         for *_, name, chunk in sorted(eligible)[: beyond + 1]:
@@ -192,7 +184,7 @@ def test_jobs_come_and_go_as_in_the_model(place: Path, seed: int) -> None:
         shared.begin_job(dataset)
     for _ in range(250):
         dataset = draw.choice(DATASETS)
-        match draw.choices(range(7), [24, 2, 4, 7, 4, 1, 2])[0]:
+        match draw.choices(range(6), [24, 2, 4, 7, 1, 2])[0]:
             case 0:
                 shared.put_chunk(dataset, draw.randrange(6))
             case 1:
@@ -202,8 +194,6 @@ def test_jobs_come_and_go_as_in_the_model(place: Path, seed: int) -> None:
             case 3:
                 shared.cool_down(dataset)
             case 4:
-                shared.measure(dataset, draw.choice([1e-9, 1e-8, 1e-7]))
-            case 5:
                 shared.age(dataset, draw.randrange(6))
             case _:
                 shared.pass_time()
@@ -256,6 +246,70 @@ def test_a_dataset_is_pinned_until_its_last_process_is_killed(place: Path) -> No
     assert (tier.folder.room_evictions, tier.folder.room_evicted_bytes) == (2, 2 * CHUNK_BYTES)
 
 
+def test_each_process_applies_its_own_cool_down(place: Path) -> None:
+    """The folder keeps none: what the others have named does not count."""
+    used, newcomer = DATASETS[:2]
+    limit_bytes = 3 * CHUNK_BYTES
+    patient = DiskTier(place, STORE, limit_bytes, rule=EvictionRule(cool_down_s=7200))
+    eager = DiskTier(place, STORE, limit_bytes, rule=EvictionRule(cool_down_s=0))
+    usual = DiskTier(place, STORE, limit_bytes)
+    fill(patient, used, 3)
+    patient.jobs.register(used, time.time())
+    assert eager.folder.make_room(newcomer, CHUNK_BYTES) == 0, "a job uses it"
+    assert eager.folder.make_room(used, CHUNK_BYTES) == 0, "it is no use to itself"
+    patient.jobs.close()
+    assert usual.folder.make_room(newcomer, CHUNK_BYTES) == 0
+    os.utime(used_file(place, used), (time.time() - 3600,) * 2)
+    assert patient.folder.make_room(newcomer, CHUNK_BYTES) == 0
+    assert usual.folder.make_room(newcomer, CHUNK_BYTES) == 2 * CHUNK_BYTES
+    os.utime(used_file(place, used))
+    assert eager.folder.make_room(newcomer, limit_bytes) == limit_bytes
+
+
+def test_a_cool_down_of_days_holds_for_chunks_that_nobody_reads(place: Path) -> None:
+    used, newcomer = DATASETS[:2]
+    week = EvictionRule(cool_down_s=7 * CHUNK_IDLE_S)
+    tier = DiskTier(place, STORE, 2 * CHUNK_BYTES, rule=week)
+    fill(tier, used, 2)
+    for path in (*files(place), used_file(place, used)):
+        os.utime(path, (time.time() - 2 * CHUNK_IDLE_S,) * 2)
+    assert tier.folder.make_room(newcomer, CHUNK_BYTES) == 0
+    assert DiskTier(place, STORE, 2 * CHUNK_BYTES).folder.make_room(newcomer, CHUNK_BYTES) > 0
+
+
+@pytest.mark.parametrize("counts_by", ["LFU", "LRU"])
+def test_jobs_that_name_different_steps_count_and_evict_each_by_its_own(
+    place: Path, counts_by: str
+) -> None:
+    often, lately, newcomer = DATASETS[:3]
+    tiers = {
+        name: DiskTier(
+            place, STORE, 4 * CHUNK_BYTES,
+            rule=EvictionRule(by_references=True, lrfu_p=p, lrfu_step=step),
+        )
+        for name, p, step in (("LFU", 4.0, 0.0), ("LRU", 2.0, 1.0))
+    }  # fmt: skip
+    now_s = time.time()
+    for dataset, hours_ago in ((often, [90, 80, 70]), (lately, [2, 1])):
+        fill(tiers["LFU"], dataset, 2)
+        for each in hours_ago:
+            tiers["LFU"].jobs.register(dataset, now_s - each * HOUR_S)
+        tiers["LFU"].jobs.close()
+    # The start of this job is the fourth of its dataset, or, by LRU, the only one that still counts
+    tiers[counts_by].jobs.register(often, now_s - 60 * HOUR_S)
+    tiers[counts_by].jobs.close()
+    for dataset in (often, lately):
+        cool(place, dataset)
+
+    tiers["LFU"].folder.make_room(newcomer, CHUNK_BYTES // 2)
+    left = {name for name in (often, lately) if chunks_of(place, name)}
+    assert len(chunks_of(place, often)) == (2 if counts_by == "LFU" else 1)
+    assert left == {often, lately}
+    tiers["LRU"].folder.make_room(newcomer, 2 * CHUNK_BYTES)
+    assert not chunks_of(place, often)
+    assert chunks_of(place, lately)
+
+
 def test_a_lower_limit_leaves_the_chunks_that_jobs_use(place: Path) -> None:
     used, unused = DATASETS[:2]
     tier = DiskTier(place, STORE, 6 * CHUNK_BYTES, rule=LRFU)
@@ -278,7 +332,7 @@ def test_a_lower_limit_leaves_the_chunks_that_jobs_use(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"DIESLRF1", bytes(range(100, 136)), bytes(36), bytes(5000)]
+    "content", [b"", b"DIESLRF1", bytes(range(100, 128)), bytes(28), bytes(36), bytes(5000)]
 )
 def test_a_dataset_without_references_counts_one(place: Path, content: bytes) -> None:
     """An older version, or a crash, leaves none: the last use counts then."""
@@ -299,14 +353,13 @@ def test_a_dataset_without_references_counts_one(place: Path, content: bytes) ->
         order.append({each for each in (plain, twice, once) if not chunks_of(place, each)})
     assert order == [{once}, {once, twice}]
     tier.jobs.register(plain, now_s)
-    assert len(used_file(place, plain).read_bytes()) == 36
+    assert len(used_file(place, plain).read_bytes()) == 28
 
 
 def test_jobs_in_a_folder_that_cannot_be_written_are_no_error(place: Path) -> None:
     tier = DiskTier(place, STORE, 3 * CHUNK_BYTES)
     shutil.rmtree(place)
     tier.jobs.register(DATASETS[0], time.time())
-    tier.jobs.note_cost(DATASETS[0], 1e-9)
     tier.close()
 
 

@@ -17,16 +17,18 @@ room in the folder, for all its stores, and evicts. `chunks.py` has the tier of 
 nodes of a task. `logs.py` has the files of order logs (`order_logs/` reads and writes them): copies
 of files in the order in which a mount will read them. While a dataset has order logs in use, none
 of its chunks are written, and those that are here are evicted for the logs. `jobs.py` records the
-uses of datasets, `rule.py` has by what a process evicts, `speed.py` measures the disk, and
+uses of datasets, `rule.py` says by what a process evicts, `speed.py` measures the disk, and
 `listing.py` serves programs that only look.
 
 Eviction: a process that needs room evicts for all datasets. It spares two kinds of chunks. A job
 that uses a dataset *pins* its chunks for other datasets: a mount or a node of a task holds a shared
 lock on `.used` as long as it lives, so a kill ends the pin, too. And a dataset must *cool down*:
-nobody may have used it for `EvictionRule.cool_down_s` (DLCache, section III-C.2). If nothing may be evicted, a new
-chunk is not admitted; this happens at once to a process that starts with a lower limit than that of
-the jobs that fill the folder. The process that needs the room chooses the order: the longest unread
-first, or with `by_references` cost-aware LRFU (`policies/lrfu.py`).
+nobody may have used it for some minutes (DLCache, section III-C.2). If nothing may be evicted, a
+new chunk is not admitted; this happens at once to a process that starts with a lower limit than
+that of the jobs that fill the folder. The process that needs the room decides by its own rule
+(`rule.py`): how long the cool-down is, and the order, the longest unread chunks first or LRFU
+(`policies/lrfu.py`). It also counts the start of its job by its own rule. The folder keeps no rule,
+so jobs that name different values need not agree.
 
 Crashes: nothing is synced. A chunk is checked whole before it is written and when a process first
 reads it, so a chunk that a crash has damaged is noticed and dropped. A process may die at any

@@ -318,7 +318,6 @@ class FolderLedger:
                 np.array([each.hour for each in known], np.float64),
                 hour_of(now_s),
             ),
-            np.array([each.byte_cost_s for each in known], np.float64),
             np.array([each.used_s for each in files], np.float64),
         )
         return [files[number] for number in order.tolist()]

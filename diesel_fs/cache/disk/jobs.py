@@ -1,15 +1,13 @@
-"""Records the uses of the datasets in a cache's folder: times of last use, jobs, costs.
+"""Records the uses of the datasets in a cache's folder: times of last use, and jobs.
 
-The start of a *job* (a mount, a node of a task) counts as a reference of its dataset for cost-aware
-LRFU, and the job pins the dataset (see the package). This is kept in the dataset's file `.used`
+The start of a *job* (a mount, a node of a task) counts as a reference of its dataset for LRFU, and
+the job pins the dataset (see the package). This is kept in the dataset's file `.used`
 (`references.py`) and in locks on it.
 """
 
 import contextlib
 import fcntl
-import math
 import os
-from dataclasses import replace
 from uuid import UUID
 
 import numpy as np
@@ -23,8 +21,6 @@ from .references import USED, References, read_references, write_references
 TOUCH_S = 60.0
 """Times of last use may be this much too old: exact ones would cost a system call for each read."""
 
-_COST_CHANGE = 1.25  # a cost that differs by less than this factor is not written again
-
 
 class CacheJobs:
     """The jobs of this process. Any thread."""
@@ -33,7 +29,6 @@ class CacheJobs:
         self._folder = folder
         self._touched_s: dict[UUID, float] = {}
         self._pins: dict[UUID, int] = {}  # descriptors of `.used` files, locked
-        self._byte_costs_s: dict[UUID, float] = {}  # as this process has written them
 
     def note_use(self, identity: UUID) -> None:
         now_s = self._folder.clock()
@@ -61,29 +56,11 @@ class CacheJobs:
             before = References(crf=0.0) if is_first else read_references(pin)
             write_references(f"{folder}/{USED}", self._add_reference(before, now_s))
 
-    def note_cost(self, identity: UUID, byte_cost_s: float) -> None:
-        """Note the seconds to fetch a byte again, measured or expected. Among datasets of equal CRF
-        (`policies/lrfu.py`), cheap ones are evicted first."""
-        known = self._byte_costs_s.get(identity, 0.0)
-        if known / _COST_CHANGE < byte_cost_s < known * _COST_CHANGE or not (
-            0 < byte_cost_s < math.inf
-        ):
-            return
-        with contextlib.suppress(OSError, BusyError), self._folder.locked():
-            path = f"{self._folder.dataset(identity)}/{USED}"
-            file = os.open(path, os.O_RDONLY | FILE_FLAGS)
-            try:
-                before = read_references(file)
-            finally:
-                os.close(file)
-            write_references(path, replace(before, byte_cost_s=byte_cost_s))
-            self._byte_costs_s[identity] = byte_cost_s
-
     def _add_reference(self, before: References, now_s: float) -> References:
         crf, hour = np.array([before.crf]), np.array([before.hour])
         now_hour = hour_of(now_s)
         (after,) = self._folder.attenuation.add_reference(crf, hour, now_hour).tolist()
-        return replace(before, crf=after, hour=now_hour)
+        return References(after, now_hour)
 
     def close(self) -> None:
         """End the pins. Repeatable."""

@@ -1,10 +1,10 @@
-"""The file `.used` of a dataset in a cache's folder: how often jobs have used the dataset, and what
-it costs to fetch it again.
+"""The file `.used` of a dataset in a cache's folder: how often and how lately
+jobs have used the dataset.
 
-The file has 36 bytes, or none before the first job: `DIESLRF1`, three little-endian doubles and the
+The file has 28 bytes, or none before the first job: `DIESLRF2`, two little-endian doubles and the
 CRC-32 of all this. The doubles are the dataset's CRF (`policies/lrfu.py`) at its last reference
-(start of a job), the time of that reference in hours since 1970, and the seconds that a fetched
-byte costs (0: unknown). Other content counts as one reference at the file's mtime. The file is
+(start of a job), and the time of that reference in hours since 1970. Other content, as of older
+versions, counts as one reference at the file's mtime. The file is
 written in place, since jobs hold locks on it. Older programs that do not know the content keep it.
 """
 
@@ -18,8 +18,8 @@ from ..policies.lrfu import hour_of
 from .locks import FILE_FLAGS
 
 USED = ".used"
-_MAGIC = b"DIESLRF1"
-_RECORD = struct.Struct("<8sdddI")
+_MAGIC = b"DIESLRF2"
+_RECORD = struct.Struct("<8sddI")
 _HOUR_MAX = 1e9  # a greater one is damage
 
 
@@ -27,26 +27,20 @@ _HOUR_MAX = 1e9  # a greater one is damage
 class References:
     crf: float = 1.0
     hour: float = 0.0
-    byte_cost_s: float = 0.0
 
     @classmethod
     def parse(cls, content: bytes) -> "References | None":
         """None if `content` is not a sound record."""
         if len(content) != _RECORD.size:
             return None
-        magic, crf, hour, byte_cost_s, checksum = _RECORD.unpack(content)
+        magic, crf, hour, checksum = _RECORD.unpack(content)
         is_sound = magic == _MAGIC and checksum == zlib.crc32(content[:-4])
-        if (
-            is_sound
-            and 1 <= crf < math.inf
-            and abs(hour) < _HOUR_MAX
-            and 0 <= byte_cost_s < math.inf
-        ):
-            return cls(crf, hour, byte_cost_s)
+        if is_sound and 1 <= crf < math.inf and abs(hour) < _HOUR_MAX:
+            return cls(crf, hour)
         return None
 
     def packed(self) -> bytes:
-        content = _RECORD.pack(_MAGIC, self.crf, self.hour, self.byte_cost_s, 0)[:-4]
+        content = _RECORD.pack(_MAGIC, self.crf, self.hour, 0)[:-4]
         return content + zlib.crc32(content).to_bytes(4, "little")
 
 

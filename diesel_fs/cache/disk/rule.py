@@ -1,9 +1,5 @@
-"""By what a process that needs room in a cache's folder evicts. The module imports no numpy, so that
-`dlcmd mount` starts fast.
-
-Nothing of this is kept in the folder. Processes that share one may have different rules: each
-applies its own rule to the chunks of all datasets when it needs room, and counts the start of its
-own job by its own `lrfu_p` and `lrfu_step`.
+"""By what a process that needs room in a cache's folder evicts. The module imports no numpy, so
+that `dlcmd mount` starts fast.
 """
 
 from dataclasses import dataclass
@@ -23,7 +19,7 @@ class EvictionRule:
     cool_down_s: float = COOL_DOWN_S
     """Chunks of a dataset may be evicted if no job uses it and nobody has used it for this time."""
     by_references: bool = False
-    """Evict by cost-aware LRFU (`policies/lrfu.py`), not the longest unread chunks first."""
+    """Evict by LRFU (`policies/lrfu.py`), not the longest unread chunks first."""
     lrfu_p: float = LRFU_P
     lrfu_step: float = LRFU_STEP
 

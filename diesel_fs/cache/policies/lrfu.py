@@ -1,5 +1,5 @@
-"""Decides which chunks (the paper's *blocks*) leave a full cache that several datasets share:
-cost-aware LRFU (DLCache, section III-C.2). Pure.
+"""Decides which chunks (the paper's *blocks*) leave a full cache that several datasets share: LRFU,
+as DLCache uses it (section III-C.2), without its costs. Pure.
 
 A *reference* is the start of a job that reads a dataset: training reads all of a dataset, so one
 reference counts for each of its blocks. The *CRF* of a block (combined recency and frequency) at
@@ -7,19 +7,21 @@ the time t is the sum of F(t - t_i) over its references at the times t_i, with:
 
     F(x) = (1 / p) ** (step * x)
 
-The block of the least CRF leaves first; among equals the one that is cheapest to bring back, and
-then the one that has not been read for the longest time.
+The block of the least CRF leaves first; among equals the one that has not been read for the longest
+time. The paper first takes the one among equals that is cheapest to bring back. In a cache folder
+that saved nothing: chunks of one dataset cost the same, and datasets are equal only if their jobs
+have started within the same hours (`tests/bench/RESULTS.md` has the figures).
 
 F is exponential, so only the sum at the last reference and the time of that reference are kept. The
 sum decays until the next reference, which adds 1; so a kept value is at least 1. Logarithms are
 compared, since the values themselves become 0 if the last reference is old.
 
 The caller chooses the unit of times. A cache folder (`disk/`) counts whole hours: jobs that start
-within the same hour tie, and the cost decides between their datasets. A node runs a few jobs in a
-day, so finer times would only measure chance. With `step` 0 nothing is forgotten, and the number of
-references decides (LFU). With `step` 1 and a `p` of 2 or more, if a dataset has at most one
-reference in each unit of time, the time of the last reference decides (LRU). Only the product
-`step * ln(p)` matters; the code keeps both numbers since the paper has both.
+within the same hour tie. A node runs a few jobs in a day, so finer times would only measure chance.
+With `step` 0 nothing is forgotten, and the number of references decides (LFU). With `step` 1 and a
+`p` of 2 or more, if a dataset has at most one reference in each unit of time, the time of the last
+reference decides (LRU). Only the product `step * ln(p)` matters; the code keeps both numbers since
+the paper has both.
 """
 
 import math
@@ -69,10 +71,6 @@ class Attenuation:
         return self.step * math.log(self.p) * np.abs(now - last)
 
 
-def eviction_order(log_crf: Values, cost: Values, used: Values) -> npt.NDArray[np.intp]:
-    """The blocks, the first to be evicted first.
-
-    `cost` has the seconds to bring each block back (as in the paper), or the seconds for each byte
-    if blocks differ in size. `used` has the times of the last reads.
-    """
-    return np.lexsort((used, cost, log_crf))
+def eviction_order(log_crf: Values, used: Values) -> npt.NDArray[np.intp]:
+    """The blocks, the first to be evicted first. `used` has the times of the last reads."""
+    return np.lexsort((used, log_crf))

@@ -180,8 +180,7 @@ class TaskOptions(DaemonRequest):
         " often; none keeps what came first. importance is plan, and a mount also keeps the files"
         " that training says are the most important (ImportanceSampler); it needs no task. lrfu is"
         " plan, and where other jobs fill the same --cache-dir, it first evicts the datasets that"
-        " the fewest and oldest jobs have used, of equal ones what is cheapest to fetch again; what"
-        " a running job uses stays, with each policy."
+        " the fewest and oldest jobs have used; what a running job uses stays, with each policy."
         "  [default: plan]", choices=_EVICTIONS,
     )  # fmt: skip
     cool_down_s: int = _option(

@@ -96,13 +96,11 @@ class Disk:
         ledger: Ledger,
         replacement: Replacement,
         *,
-        fetch_cost: Callable[[int], float],
         on_change: Callable[[], None],
     ) -> None:
-        """`fetch_cost` gives the seconds to fetch `n` bytes again. `on_change` is called if there
-        may be more room."""
+        """`on_change` is called if there may be more room."""
         self._tier, self._ledger, self._replacement = tier, ledger, replacement
-        self._fetch_cost, self._on_change = fetch_cost, on_change
+        self._on_change = on_change
         self._counts = ledger.counts
         self._next_scan_s = self._next_room_s = -math.inf
         self._work = trio.Event()
@@ -313,8 +311,6 @@ class Disk:
         ledger = self._ledger
         key, victim_keys = ledger.key(chunk), [ledger.key(each) for each in victims]
         size, total_bytes = len(content), ledger.total_bytes
-        mean_bytes = max(total_bytes // max(len(ledger.ids), 1), 1)
-        cost_s = self._fetch_cost(mean_bytes)
         for each in victims:
             self._record_erased(each)
 
@@ -327,8 +323,6 @@ class Disk:
                 other_writes = reservation is None
                 if reservation is not None:
                     reservation.commit(content)
-            if cost_s:
-                disk.jobs.note_cost(key.identity, cost_s / mean_bytes)
             return disk.holds(key), other_writes, disk.folder.free_bytes()
 
         answer = await self._in_thread(work, math.inf)

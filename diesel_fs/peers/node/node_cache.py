@@ -72,13 +72,7 @@ class NodeCache:
         costs = options.costs or ReadCosts()
         self.ledger = Ledger(identity, ids, sizes, room, tables, trio.current_time)
         self.replacement = Replacement(self.ledger, costs)
-        self._disk = Disk(
-            options.disk,
-            self.ledger,
-            self.replacement,
-            fetch_cost=costs.read_s,
-            on_change=self._note_room,
-        )
+        self._disk = Disk(options.disk, self.ledger, self.replacement, on_change=self._note_room)
         self.fetches = Fetches(
             self.ledger, self.replacement, self._disk, fetch, costs, measures=options.costs is None
         )
