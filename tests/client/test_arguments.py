@@ -88,6 +88,8 @@ CONNECT: list[tuple[str, list[object]]] = [
     *((name, [*NO_NUMBER, -1]) for name in ("memory_bytes", "task_memory_bytes", "cache_bytes")),
     *((name, [b"3", 1.5, True, [], "x", -1]) for name in ("rank", "world")),
     *((name, [*NOT_TEXT, "other"]) for name in ("compress", "policy", "evict", "cache_layout")),
+    ("cool_down_s", [*NO_NUMBER, -1]),
+    *((name, [*NO_NUMBER[:2], *NO_NUMBER[3:], -1]) for name in ("lrfu_p", "lrfu_step")),
     ("cache_dir", [b"x", 3, 1.5, [], object()]),
 ]
 

@@ -40,9 +40,6 @@ def chunk_policy(evict: str) -> str:
     return "plan" if evict in ("importance", "lrfu") else evict
 
 
-COOL_DOWN_MAX_S = 366 * 24 * 3600
-"""A longer cool-down is a typing error; as long a time is never over in practice."""
-
 CacheLayout = Literal["auto", "chunks", "order"]
 """What a mount's cache folder keeps: chunks, or order logs (`cache/ORDER_LOG.md`)."""
 
@@ -87,6 +84,7 @@ class OptionSpec:
     help: str
     low: int
     high: int | None
+    """`low` and `high` are the bounds of a number; `high` None: without end."""
     choices: tuple[str, ...]
 
 
@@ -186,7 +184,7 @@ class TaskOptions(DaemonRequest):
     cool_down_s: int = _option(
         COOL_DOWN_S, "time", "TIME", "When this job needs room in --cache-dir, it leaves the"
         " datasets that were used within this time, although no job uses them now: 0, 90m, 24h."
-        "  [default: 10m]", high=COOL_DOWN_MAX_S,
+        "  [default: 10m]",
     )  # fmt: skip
     lrfu_p: float = _option(
         LRFU_P, "number", "P", "With --evict lrfu: after h hours, a use of a dataset counts"
@@ -331,7 +329,7 @@ def _checked_value(option: "Field[object]", value: object) -> object:
         case "count" | "size" | "time" | "number" if value is None:
             return option.default
         case "count" | "size" | "time":
-            return whole_number(word, value, high=spec.high)
+            return whole_number(word, value)
         case "number":
             return number(word, value, spec.low, spec.high)
         case "addresses":

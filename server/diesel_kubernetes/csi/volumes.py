@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
+from diesel_fs.arguments import number
 from diesel_fs.errors import UsageError
 from diesel_fs.names import DATASET_NAME, check_dataset_name
+from diesel_fs.peers.members.options import option_specs
 from diesel_fs.settings import parse_size
 from diesel_fs.urls import parse_url
 
@@ -36,6 +38,8 @@ SHOWN_SECRET_CHARS = 6
 dataset."""
 
 _META_SCHEMES = ("redis", "rediss", "redis+sentinel", "redis+cluster")
+_DURATION = re.compile(r"0|\d{1,6}[smhdw]", re.ASCII)
+_DECIMAL = re.compile(r"\d{1,9}(\.\d{1,9})?", re.ASCII)
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 _VERSION = re.compile(r"[1-9]\d{0,18}", re.ASCII)
 _USER = re.compile(r"[A-Za-z0-9._@-]{1,64}")
@@ -55,7 +59,7 @@ _CHOICES = {
 _FLAGS = ("follow", "peerTls", "peersThroughMaster")
 _NEEDS = {
     **dict.fromkeys(("rank", "world", "peerTls", "peersThroughMaster"), "task"),
-    **dict.fromkeys(("cacheSize", "cacheLayout"), "cacheDir"),
+    **dict.fromkeys(("cacheSize", "cacheLayout", "coolDown"), "cacheDir"),
 }
 
 
@@ -187,7 +191,7 @@ def _options(
         if name in given:
             options.append(f"--{option}={check(name)}")
 
-    def number(name: str) -> str:
+    def digits(name: str) -> str:
         return _matching(given, name, _NUMBER)
 
     def choice(name: str) -> str:
@@ -209,13 +213,18 @@ def _options(
     for name in ("policy", "evict"):
         add(name, name, choice)
     add("cacheLayout", "cache-layout", choice)
+    add("coolDown", "cool-down", lambda name: _matching(given, name, _DURATION))
+    for name, option in (("lrfuP", "lrfu-p"), ("lrfuStep", "lrfu-step")):
+        if name in given and given.get("evict") != "lrfu":
+            raise UsageError(f"volume attribute {name} needs evict: lrfu")
+        add(name, option, lambda name: _decimal(given, name))
     for name, option in (("seed", "seed"), ("groupSize", "group-size"), ("uid", "uid")):
-        add(name, option, number)
-    add("gid", "gid", number)
+        add(name, option, digits)
+    add("gid", "gid", digits)
     add("umask", "umask", lambda name: _matching(given, name, _UMASK))
     add("task", "task", lambda name: _matching(given, name, _TASK))
     add("rank", "rank", lambda name: _rank(given[name], attributes.get(POD_NAME, "")))
-    add("world", "world", number)
+    add("world", "world", digits)
     for name, option in (
         ("peerTls", "peer-tls"),
         ("peersThroughMaster", "peers-through-master"),
@@ -252,6 +261,17 @@ def _size(given: Mapping[str, str], name: str, most: int) -> int:
     if found == 0 or (most and found > most):
         raise _bad(given, name, f"at most {most} bytes on this node" if found else "more than 0")
     return found
+
+
+def _decimal(given: Mapping[str, str], name: str) -> str:
+    """A number in the bounds of the option of `dlcmd mount`."""
+    spec = option_specs()[{"lrfuP": "lrfu_p", "lrfuStep": "lrfu_step"}[name]]
+    text = _matching(given, name, _DECIMAL)
+    try:
+        number(name, float(text), spec.low, spec.high)
+    except UsageError as error:
+        raise UsageError(f"bad volume attribute {error.message}") from error
+    return text
 
 
 def _rank(text: str, pod: str) -> str:

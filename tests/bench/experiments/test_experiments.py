@@ -151,8 +151,9 @@ def plainly_prepared_s(workload: lrfu.Workload, blocks: lrfu.Blocks, policy: str
             byte_cost_s = float(blocks.cost_s[each] / blocks.bytes[each])
             if policy == "LRU":
                 return (references[each][-1],)
-            crf = sum(0.5 ** ((now - at) / 24) for at in references[each])
-            return round(crf, 9), byte_cost_s, references[each][-1]
+            crf = round(sum(0.5 ** ((now - at) / 24) for at in references[each]), 9)
+            costs = (byte_cost_s,) if policy == lrfu.COST_AWARE else ()
+            return crf, *costs, references[each][-1]
 
         for victim in sorted(here - {*wanted}, key=lambda each: (*key(each), each)):
             if sum(float(blocks.bytes[each]) for each in here) <= workload.storage_bytes:
@@ -163,7 +164,7 @@ def plainly_prepared_s(workload: lrfu.Workload, blocks: lrfu.Blocks, policy: str
     return total_s
 
 
-@each_row("policy", [lrfu.OURS, "LRU"])
+@each_row("policy", [lrfu.OURS, lrfu.COST_AWARE, "LRU"])
 def test_the_simulated_storage_of_lrfu_equals_a_sum_block_by_block(policy: str) -> None:
     rng = np.random.default_rng(7)
     sizes = rng.integers(1, 9, 12).astype(np.float64)

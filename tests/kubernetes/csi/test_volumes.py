@@ -36,7 +36,7 @@ ALL = {
     "session": "kernel",
     "memory": "512M",
     "policy": "oneshot",
-    "evict": "lru",
+    "evict": "lrfu",
     "seed": "7",
     "groupSize": "50",
     "uid": "1000",
@@ -45,6 +45,9 @@ ALL = {
     "cacheDir": "pets",
     "cacheSize": "1G",
     "cacheLayout": "order",
+    "coolDown": "90m",
+    "lrfuP": "1.5",
+    "lrfuStep": "0.25",
     "task": "night-run",
     "rank": "pod+1",
     "world": "8",
@@ -67,10 +70,11 @@ def test_every_attribute_becomes_an_option_that_dlcmd_knows() -> None:
         "AWS_ENDPOINT_URL": "https://store.example:9000",
     }
     assert set(volume.options) == {
-        "--session=kernel", "--memory=536870912", "--policy=oneshot", "--evict=lru", "--seed=7",
+        "--session=kernel", "--memory=536870912", "--policy=oneshot", "--evict=lrfu", "--seed=7",
         "--group-size=50", "--uid=1000", "--gid=100", "--umask=027", "--cache-dir=/fast/team/pets",
-        "--cache-size=1073741824", "--cache-layout=order", "--task=night-run", "--rank=4",
-        "--world=8", "--peer-tls", "--peers-through-master",
+        "--cache-size=1073741824", "--cache-layout=order", "--cool-down=90m", "--lrfu-p=1.5",
+        "--lrfu-step=0.25", "--task=night-run", "--rank=4", "--world=8",
+        "--peer-tls", "--peers-through-master",
     }  # fmt: skip
     followed = parsed({"follow": "true"})
     assert {"--follow", "--session=kernel"} < set(followed.options)
@@ -112,6 +116,12 @@ def test_defaults() -> None:
         ({"cacheDir": "/etc"}, "cacheDir"),
         ({"cacheSize": "1G"}, "needs cacheDir"),
         ({"cacheDir": "c", "cacheSize": "11G"}, "cacheSize"),
+        ({"coolDown": "1h"}, "needs cacheDir"),
+        ({"cacheDir": "c", "coolDown": "3600"}, "coolDown"),
+        ({"cacheDir": "c", "lrfuP": "3"}, "needs evict: lrfu"),
+        ({"cacheDir": "c", "evict": "lrfu", "lrfuP": "0.5"}, "lrfuP is a number from 1 on"),
+        ({"cacheDir": "c", "evict": "lrfu", "lrfuStep": "1.5"}, "lrfuStep is a number from 0 to 1"),
+        ({"cacheDir": "c", "evict": "lrfu", "lrfuStep": "1/24"}, "lrfuStep"),
         ({"rank": "1"}, "needs task"),
         ({"task": "t", "rank": "pod"}, "number in the pod's name"),
         ({"task": "t", "rank": "first"}, "rank"),

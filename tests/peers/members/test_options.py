@@ -1,5 +1,6 @@
 """The keyword arguments of a Python call about a task: every bad one is an error that names it."""
 
+import math
 import os
 from dataclasses import fields, replace
 from functools import partial
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import diesel_fs
+from diesel_fs.cache.disk.rule import EvictionRule
 from diesel_fs.cache.policies.eviction import POLICIES
 from diesel_fs.errors import ConfigError, UsageError
 from diesel_fs.mounts import launcher
@@ -73,6 +75,16 @@ BAD = [
     ({"cache_dir": b"/ssd"}, "cache_dir is a path"),
     ({"cache_bytes": 5}, "say cache_dir"),
     ({"evict": "lrfu"}, "evict lrfu chooses what stays in a cache folder, and none is named"),
+    ({"cache_dir": "/ssd", "cool_down_s": 1.5}, "cool_down_s is a whole number"),
+    ({"cache_dir": "/ssd", "cool_down_s": -1}, "cool_down_s is a number from 0 on, not -1"),
+    ({"cool_down_s": 5}, "cool_down_s is about a cache folder, and none is named; say cache_dir"),
+    ({"evict": "lrfu", "cache_dir": "/ssd", "lrfu_p": 0.99}, "lrfu_p is a number from 1 on, not 0"),
+    ({"evict": "lrfu", "cache_dir": "/ssd", "lrfu_p": "2"}, "lrfu_p is a number, not of type str"),
+    ({"evict": "lrfu", "cache_dir": "/ssd", "lrfu_p": math.inf}, "lrfu_p is a number from 1 on"),
+    ({"evict": "lrfu", "cache_dir": "/ssd", "lrfu_p": 10**400}, "lrfu_p is a number"),
+    ({"evict": "lrfu", "cache_dir": "/ssd", "lrfu_step": 1.5}, "lrfu_step is a number from 0 to 1"),
+    ({"evict": "lrfu", "cache_dir": "/ssd", "lrfu_step": math.nan}, "lrfu_step is a number from 0"),
+    ({"cache_dir": "/ssd", "lrfu_step": 0}, "lrfu_step is about evict lrfu; say evict lrfu"),
     ({"task_key": SECRET.encode()}, "task_key is text, not of type bytes"),
     ({"task_key": "  \n"}, "key is empty"),
     ({"task": 5}, "task is text, not of type int"),
@@ -122,6 +134,23 @@ def test_lrfu_needs_a_cache_folder_and_no_task() -> None:
         assert (found.evict, chunk_policy(found.evict)) == ("lrfu", "plan")
         with pytest.raises(UsageError, match="say cache_dir"):
             of(evict="lrfu")
+
+
+def test_a_job_names_by_what_it_evicts_in_its_cache_folder() -> None:
+    for words in ({}, {"cache_layout": "order"}):
+        found = of(
+            cache_dir="/ssd",
+            evict="lrfu",
+            cool_down_s=0,
+            lrfu_p=np.float32(4),
+            lrfu_step=0,
+            **words,
+        )
+        read = TaskOptions.from_json(found.to_json())
+        assert read.eviction_rule == EvictionRule(0, by_references=True, lrfu_p=4, lrfu_step=0)
+        usual = of(cache_dir="/ssd", cool_down_s=3600, **words).eviction_rule
+        assert usual == EvictionRule(3600)
+    assert of(cache_dir="/ssd").eviction_rule == EvictionRule()
 
 
 def test_None_means_not_given(calls: dict[str, Call]) -> None:
