@@ -84,6 +84,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "training-waits": training.waits,
     "training-memory": training.little_memory,
     "training-rates": training.rates,
+    "training-steps": training.steps,
+    "training-tuning": training.tuning,
     "training-decoding": training.decoding,
     "training-api": training.api,
     "training-overhead": limits.run_overhead,

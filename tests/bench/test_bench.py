@@ -283,6 +283,8 @@ def test_the_group_native_measures_every_row_of_a_session(
         ("tasks-too-large", 1),
         ("task-plan", 4),
         pytest.param("training-waits", 20, marks=pytest.mark.fuse),
+        pytest.param("training-steps", 24, marks=pytest.mark.fuse),
+        pytest.param("training-tuning", 8, marks=pytest.mark.fuse),
         ("training-decoding", 2),
         ("training-api", 6),
         pytest.param("training-overhead", 3, marks=pytest.mark.fuse),

@@ -11,6 +11,6 @@ RESULTS.md; README.md shows none of them.
 | importance-* | tables and figures of iCache (HPCA 2023) |
 | order-* | figure 5 of LCache |
 | training-* (not -overhead) | epochs from a slow store, beside loaders of other formats |
-| lrfu | the third experiment of DLCache |
+| training-steps, training-tuning, lrfu | the three experiments of DLCache |
 | plan-*, lobster-*, rank-balance | tables of Lobster (ICPP 2022); our forecast beside real tasks |
 """

@@ -3,13 +3,16 @@ with reading samples without a mount, in one process, from the local disk.
 
 The script (`training_program.py`) is stock PyTorch. Its files lie on the local disk, in the store
 one by one, or on a mount of ours; the peers read shards of the same files from the same store. One
-run of all sides takes minutes, so there is always one round.
+run of all sides takes minutes, so there is always one round, except in `steps` and `tuning`: these
+repeat the experiments 1 and 2 of DLCache (section IV), with 50 batches for the paper's 100, and a
+sleep in the place of the model as there. The paper's baseline reads a disk with 4 or 8 workers;
+ours reads the files one by one from the store.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -32,6 +35,17 @@ EPOCHS, EPOCHS_WITHOUT_MODEL = 3, 2
 MEMORY_PART = 4
 CHUNK_BYTES, CHUNK_BYTES_MIN = 4 << 20, 64 << 10
 SLOWER_MAX = 1.02  # as fast as the best: two runs of one side differ by as much
+
+STEP_BATCHES = 50
+STEPS_S = (0.0, 0.05, 0.1, 0.3)
+"""The times of a step of the model: the store needs 36 ms for the bytes of a batch."""
+STALL_FREE_MAX = 1.03
+"""If the loop waits for nothing, DLCache is at most 3 % slower than PyTorch's loader (section IV-B,
+4 workers); if it waits, it loads up to 2.47 times as fast."""
+TUNING_S, SAMPLE_S = 0.02, 0.001
+"""A step, and the work on a sample, also a sleep, so that the number of processors does not count:
+a worker needs 64 ms for a batch, so 4 workers are enough (algorithm 2, line 2)."""
+ENOUGH_WORKERS, BAD_STARTS = 4, (1, 16)
 
 LOCAL, OBJECTS, NO_PLAN = "files on the local disk", "files in the store", "the mount, no plan"
 CHUNK_WISE = "ours, --shuffle chunk"
@@ -85,6 +99,52 @@ def rates(bench: Workbench) -> list[Row]:
     return rows
 
 
+def steps(bench: Workbench) -> list[Row]:
+    """Steps of 0 to 300 ms, with a cold cache and 4 workers: the experiment 1 of DLCache."""
+    rows: list[Row] = []
+    with _setting(bench, _of_batches(STEP_BATCHES), peers=()) as setting:
+        for step_s in STEPS_S:
+            at = replace(setting, changed={"epochs": 1, "compute_s": step_s / bench.divisor})
+            sides = at.sides()
+            rounds = alternate(bench.rounds, {s: sides[s] for s in (OURS, NO_PLAN, OBJECTS)})
+            for side, name in ((OURS, "with a plan"), (NO_PLAN, "without a plan")):
+                name = f"{STEP_BATCHES} batches, steps of {1000 * step_s:.0f} ms, {name}"
+                targets: dict[str, Target | None] = {OBJECTS: at_most(STALL_FREE_MAX)}
+                if side == OURS:
+                    targets[NO_PLAN] = at_most(SLOWER_MAX)
+                rows += against(rounds, name, SECONDS, targets, of=f"first {SECONDS}", side=side)
+                waited = dict.fromkeys(targets)
+                rows += against(rounds, name, WAITED, waited, of=f"first {WAITED}", side=side)
+    return rows
+
+
+def tuning(bench: Workbench) -> list[Row]:
+    """Too few and too many workers, in a loop for which 4 are enough, with a plan and without: the
+    experiment 2 of DLCache."""
+    enough = f"loader of {ENOUGH_WORKERS} with a plan"
+    with _setting(bench, _of_batches(STEP_BATCHES), peers=()) as setting:
+        sides: dict[str, Side] = {}
+        for workers in (ENOUGH_WORKERS, *BAD_STARTS):
+            changed = {"compute_s": TUNING_S, "sample_s": SAMPLE_S, "workers": workers}
+            at = replace(setting, changed=changed).sides()
+            sides[f"loader of {workers} with a plan"] = at[OURS]
+            sides[f"loader of {workers}, {NO_PLAN}"] = at[NO_PLAN]
+        rounds = alternate(bench.rounds, sides)
+    rows: list[Row] = []
+    for workers in BAD_STARTS:
+        targets = {enough: at_most(STALL_FREE_MAX), f"loader of {workers}, {NO_PLAN}": None}
+        side = f"loader of {workers} with a plan"
+        for part in _PARTS:
+            name, of = f"{side}, {_epochs(part)}", f"{part} {SECONDS}"
+            rows += against(rounds, name, SECONDS, targets, of=of, side=side)
+    return rows
+
+
+def _of_batches(count: int) -> Shape:
+    """As many files of 110 KiB as these batches have."""
+    return replace(D110, name=f"{count} batches of D110", files=count * BATCH, folders=count)
+
+
 def decoding(bench: Workbench) -> list[Row]:
     """The number of images of about 110 KiB that the processors decode; compared with it, loading
     is small."""
@@ -117,6 +177,8 @@ class _Setting:
     has_model: bool
     packing: Mapping[str, str]
     """The peers that could not pack, and why."""
+    changed: Mapping[str, object] = field(default_factory=dict)
+    """Options of the script that an experiment sets otherwise."""
 
     @property
     def options(self) -> dict[str, object]:
@@ -128,6 +190,7 @@ class _Setting:
             "workers": WORKERS,
             "compute_s": BATCH * self.shape.file_bytes / need_per_s if self.has_model else 0.0,
             "list": str(self.folder / "list"),
+            **self.changed,
         }
 
     def sides(self) -> dict[str, Side]:
@@ -193,9 +256,15 @@ class _Setting:
 
 @contextmanager
 def _setting(
-    bench: Workbench, wanted: Shape, memory_part: int = 0, *, has_model: bool = True
+    bench: Workbench,
+    wanted: Shape,
+    memory_part: int = 0,
+    *,
+    has_model: bool = True,
+    peers: Sequence[str] = shards.NAMES,
 ) -> Iterator[_Setting]:
-    """Memory holds 1 / `memory_part` of the dataset, or all of it."""
+    """Memory holds 1 / `memory_part` of the dataset, or all of it. Shards are packed for
+    `peers`."""
     shape, source = bench.prepared(wanted)
     with ExitStack() as stack:
         folder = stack.enter_context(bench.scratch())
@@ -206,7 +275,7 @@ def _setting(
         bucket = slow.store.bucket
         (bucket / _STORED).symlink_to(source)
         packing: dict[str, str] = {}
-        for peer in shards.NAMES:
+        for peer in peers:
             try:
                 shards.pack(peer, source, bucket / peer, shards.shard_bytes(bench))
             except PeerMissing as error:
@@ -219,6 +288,8 @@ def _figures(epochs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The figures of a run by name: those of the first epoch, and the mean of the later ones."""
     figures: dict[str, float] = {}
     for part, of in zip(_PARTS, (epochs[:1], epochs[1:]), strict=True):
+        if not of:
+            continue
         seconds, waited_s = (sum(each[key] for each in of) for key in ("seconds", "waited_s"))
         figures[f"{part} {SECONDS}"] = seconds / len(of)
         figures[f"{part} {WAITED}"] = waited_s / len(of)
@@ -249,8 +320,11 @@ def _targets(rounds: Rounds, target: Target) -> dict[str, Target | None]:
 
 
 def _name(setting: _Setting, what: str, part: str, plan: str) -> str:
-    epochs = "first epoch" if part == "first" else "later epochs"
-    return f"{what} {setting.shape.name}, plan {SHUFFLES[plan]}, {epochs}"
+    return f"{what} {setting.shape.name}, plan {SHUFFLES[plan]}, {_epochs(part)}"
+
+
+def _epochs(part: str) -> str:
+    return "first epoch" if part == "first" else "later epochs"
 
 
 def api(bench: Workbench) -> list[Row]:

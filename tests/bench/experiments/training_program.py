@@ -41,7 +41,8 @@ SMOOTHNESS = 3  # pixels of noise that are one value: with it the file has about
 class Options:
     """`counters` are URLs of JSON, which is read after each epoch, each after a pause of some
     seconds. `order` names a file that gets the sum of each sample, in the order in which the loop
-    got them."""
+    got them. `sample_s` is how long a worker sleeps over a sample, in the place of its preparation.
+    """
 
     epochs: int
     batch: int
@@ -50,6 +51,7 @@ class Options:
     list: str
     counters: tuple[tuple[str, float], ...] = ()
     order: str = ""
+    sample_s: float = 0.0
 
 
 @dataclass
@@ -101,6 +103,20 @@ class Objects(Dataset[Content]):  # type: ignore[misc] # mypy skips torch
         if answer.status != http.client.OK:
             raise OSError(f"{self._paths[index]}: the store answered {answer.status}")
         return content(body)
+
+
+class Prepared(Dataset[Content]):  # type: ignore[misc] # mypy skips torch
+    """Another dataset, whose samples take a time to prepare."""
+
+    def __init__(self, samples: Folder | Objects, sample_s: float) -> None:
+        self._samples, self._sample_s = samples, sample_s
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Content:
+        time.sleep(self._sample_s)
+        return self._samples[index]
 
 
 def content(data: bytes) -> Content:
@@ -189,8 +205,9 @@ def train_stock(text: str) -> None:
     source = fields.pop("source")
     options = Options(**fields)
     kind = Objects if source.startswith("http://") else Folder
+    dataset = kind(source, paths_of(options.list))
     loader = DataLoader(
-        kind(source, paths_of(options.list)),
+        Prepared(dataset, options.sample_s) if options.sample_s else dataset,
         batch_size=options.batch,
         shuffle=True,
         num_workers=options.workers,
