@@ -43,12 +43,12 @@ class Machine:
     def chunks(self, name: str) -> set[str]:
         return {each.name for each in self.folders[name].iterdir() if len(each.name) == 32}
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, *options: str) -> None:
         sockets, before = self._sockets(), {*self._cache.glob("*/*/")}
         at = self._folder / f"{name}.mount"
         self._dlcmd(
             "mount", "--memory", "8M", "--cache-dir", self._cache, "--cache-size", LIMIT,
-            "--policy", "oneshot", "--evict", "lrfu", name, at,
+            "--policy", "oneshot", "--evict", "lrfu", *options, name, at,
         )  # fmt: skip
         if name not in self.folders:  # the job has registered in it
             [self.folders[name]] = {*self._cache.glob("*/*/")} - before
@@ -123,7 +123,10 @@ def test_datasets_in_use_stay_and_then_the_least_used_goes_first(machine: Machin
 
     machine.seem_unused("daily", 4)
     machine.seem_unused("weekly", 1)  # LRU would keep it
-    machine.begin("new")
+    machine.begin("new", "--cool-down", "1d")
+    machine.end("new")
+    assert (machine.chunks("daily"), machine.chunks("weekly")) == (daily, weekly)
+    machine.begin("new", "--cool-down", "30m", "--lrfu-p", "1.5")
     machine.end("new")
     assert len(machine.chunks("new")) > 3
     assert machine.chunks("daily") == daily, "two jobs have used them, and one the others"
