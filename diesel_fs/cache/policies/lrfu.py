@@ -9,8 +9,8 @@ the time t is the sum of F(t - t_i) over its references at the times t_i, with:
 
 The block of the least CRF leaves first; among equals the one that has not been read for the longest
 time. The paper first takes the one among equals that is cheapest to bring back. In a cache folder
-that saved nothing: chunks of one dataset cost the same, and datasets are equal only if their jobs
-have started within the same hours (`tests/bench/RESULTS.md` has the figures).
+that decides nearly nothing: chunks of one dataset cost the same, and datasets are equal only if
+their jobs have started within the same hours (`tests/bench/RESULTS.md` has the figures).
 
 F is exponential, so only the sum at the last reference and the time of that reference are kept. The
 sum decays until the next reference, which adds 1; so a kept value is at least 1. Logarithms are
