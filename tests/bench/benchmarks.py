@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from .cases import limits, mounts, put, server, task_connections, task_mounts, tasks, window
 from .experiments import (
+    access,
     accuracy,
     importance,
     lobster,
@@ -68,6 +69,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "tasks-recovery": tasks.recovery,
     "tasks-policies": tasks.policies,
     "tasks-too-large": tasks.too_large,
+    "access-time": access.time_of_epochs,
+    "access-sessions": access.sessions,
     "order-logs": order_logs.unlimited,
     "order-limited": order_logs.limited,
     "order-throughput": ssd_cache.throughput,

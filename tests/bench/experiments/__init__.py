@@ -8,6 +8,7 @@ RESULTS.md; README.md shows none of them.
 | --- | --- |
 | accuracy | figure 13 of the paper (DIESEL): the accuracy that chunk-wise shuffle costs |
 | tasks-clients, tasks-deaths | figures 11a and 6 of the paper |
+| access-* | figure 14 of the paper: data access time; requests of chunk-wise orders |
 | importance-* | tables and figures of iCache (HPCA 2023) |
 | order-* | figure 5 of LCache |
 | training-* (not -overhead) | epochs from a slow store, beside loaders of other formats |

@@ -113,7 +113,7 @@ class _Stats(TypedDict):
     residency: dict[str, int]
 
 
-class _Epoch(TypedDict):
+class Epoch(TypedDict):
     """A part of what the script prints of an epoch. `counts`: of the store and of the mount."""
 
     seconds: float
@@ -133,17 +133,17 @@ class Ground:
     folder: Path
 
     def train(
-        self, dlcmd: Dlcmd, mountpoint: Path, *prefix: str, epochs: int, step_s: float,
+        self, dlcmd: Dlcmd, source: Path | str, *prefix: str, epochs: int, step_s: float,
         **more: object,
-    ) -> list[_Epoch]:  # fmt: skip
+    ) -> list[Epoch]:  # fmt: skip
         """Run the script, with these words before its command."""
         options = {
-            "source": str(mountpoint), "list": str(self.folder / "list"), "epochs": epochs,
+            "source": str(source), "list": str(self.folder / "list"), "epochs": epochs,
             "batch": BATCH, "workers": WORKERS, "compute_s": step_s, **more,
         }  # fmt: skip
         command = [*prefix, *program("train", json.dumps(options))]
         environment = {**dlcmd.users_environment, **ONE_THREAD}
-        printed: list[_Epoch] = json.loads(last_line(command, environment))
+        printed: list[Epoch] = json.loads(last_line(command, environment))
         for epoch in printed:
             self.shape.check(epoch["files"], epoch["bytes"], epoch["sum"])
         return printed
@@ -202,9 +202,10 @@ def _room_files(residency: dict[str, int], shape: Shape) -> int:
 
 
 @contextmanager
-def ground_of(bench: Workbench, wanted: Shape) -> Iterator[Ground]:
+def ground_of(bench: Workbench, wanted: Shape, *options: str) -> Iterator[Ground]:
+    """The files of a shape in a slow store, put with these options of `dlcmd put`."""
     shape, source = bench.prepared(wanted)
-    with bench.scratch() as folder, slow_store(folder, source, DATASET) as slow:
+    with bench.scratch() as folder, slow_store(folder, source, DATASET, *options) as slow:
         write_list(shape.paths(), folder / "list")
         yield Ground(bench, shape, slow, folder)
 

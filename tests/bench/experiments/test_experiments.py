@@ -12,7 +12,7 @@ from tests.rows import each_row
 
 from ..test_bench import SMALL, rows_of
 from ..workbench import Workbench
-from . import accuracy, lobster, lrfu, plan_costs, small_images
+from . import access, accuracy, lobster, lrfu, plan_costs, small_images
 
 
 @pytest.mark.bench
@@ -72,6 +72,19 @@ def test_images_survive_a_tar(tmp_path: Path) -> None:
         read = [small_images.decoded(each.read()) for each in contents if each is not None]
     assert members[0].name == small_images.path_of(19, 9)
     assert (np.stack(read) == pixels[::-1]).all()
+
+
+@pytest.mark.bench
+@pytest.mark.fuse
+def test_the_access_to_a_store_has_every_row(tmp_path: Path) -> None:
+    """With tiny inputs: the figures mean nothing, but all are there."""
+    if os.geteuid():
+        pytest.skip("only root can make native mounts")
+    rows = rows_of(tmp_path, "access-time")
+    assert [row["against"] for row in rows] == [access.OBJECTS] * 8
+    rows = rows_of(tmp_path, "access-sessions")
+    assert [row["against"] for row in rows] == ["limit", *access.OTHERS * 2] * 4
+    assert all(row["ours"] > 0 and row["other"] for row in rows)
 
 
 @pytest.mark.bench

@@ -4,11 +4,13 @@
     python training_program.py decode SECONDS
 
 `source` is a folder with the files, or the URL of a bucket with each file as an object; `list`
-names a file with their NUL-terminated paths. Samples are undecoded bytes. Each batch is summed, as
-a copy to an accelerator reads it; then the loop sleeps, in the place of the model, until a batch
-has taken `compute_s`. The times of each epoch are printed as JSON. The script can also read
-counters after each epoch, and write down the order of its samples. `decode` decodes a JPEG of about
-110 KiB in a process for each processor, and prints images and bytes a second.
+names a file with their NUL-terminated paths. `orders` names such a file for each epoch, which the
+script reads when the epoch begins; without them the loader shuffles. Samples are undecoded bytes.
+Each batch is summed, as a copy to an accelerator reads it; then the loop sleeps, in the place of
+the model, until a batch has taken `compute_s`. The times of each epoch are printed as JSON. The
+script can also read counters after each epoch, and write down the order of its samples. `decode`
+decodes a JPEG of about 110 KiB in a process for each processor, and prints images and bytes a
+second.
 """
 
 import http.client
@@ -20,7 +22,7 @@ import sys
 import time
 import urllib.request
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -29,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 Content = npt.NDArray[np.uint8]
 
@@ -119,6 +121,20 @@ class Prepared(Dataset[Content]):  # type: ignore[misc] # mypy skips torch
         return self._samples[index]
 
 
+class Listed(Sampler[int]):  # type: ignore[misc] # mypy skips torch
+    """The order of each epoch, from a list of its own."""
+
+    def __init__(self, paths: Sequence[str], orders: Sequence[str]) -> None:
+        self._index = {path: index for index, path in enumerate(paths)}
+        self._orders = iter(orders)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self._index[path] for path in paths_of(next(self._orders))])
+
+
 def content(data: bytes) -> Content:
     """The bytes of a file as a sample, without a copy."""
     return np.frombuffer(data, np.uint8)
@@ -202,14 +218,15 @@ def decode(seconds: str) -> None:
 
 def train_stock(text: str) -> None:
     fields = json.loads(text)
-    source = fields.pop("source")
+    source, orders = fields.pop("source"), fields.pop("orders", ())
     options = Options(**fields)
-    kind = Objects if source.startswith("http://") else Folder
-    dataset = kind(source, paths_of(options.list))
+    kind, paths = Objects if source.startswith("http://") else Folder, paths_of(options.list)
+    dataset = kind(source, paths)
     loader = DataLoader(
         Prepared(dataset, options.sample_s) if options.sample_s else dataset,
         batch_size=options.batch,
-        shuffle=True,
+        shuffle=not orders,
+        sampler=Listed(paths, orders) if orders else None,
         num_workers=options.workers,
         persistent_workers=options.workers > 0,
     )
