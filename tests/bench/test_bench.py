@@ -271,7 +271,7 @@ def test_the_group_native_measures_every_row_of_a_session(
     [
         ("tasks-reads", 8),
         ("tasks-local", 2),
-        pytest.param("tasks-mount", 4, marks=pytest.mark.fuse),
+        pytest.param("tasks-mount", 5, marks=pytest.mark.fuse),
         pytest.param("tasks-large", 1, marks=pytest.mark.fuse),
         pytest.param("tasks-clients", 15, marks=pytest.mark.fuse),
         ("tasks-connections", 6),

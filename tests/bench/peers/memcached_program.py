@@ -84,7 +84,8 @@ class Reader:
         return self._steady(self._single, drawn_singles(listed(paths), seed), seconds, start_s, 1)
 
     def epoch(self, paths: str, size: int) -> dict[str, float]:
-        return self._pass(self._batch, paths, size)
+        read = self._batch if size > 1 else lambda some: self._single(*some)
+        return self._pass(read, paths, size)
 
     def refill(self, paths: str, size: int, store: str) -> dict[str, float]:
         return self._pass(partial(self._batch_or_store, Store(store), puts=True), paths, size)
