@@ -26,6 +26,7 @@ from diesel_kubernetes.operator import main as operator
 from diesel_server import main as server
 from diesel_server import options as server_options
 from dlcmd import main
+from tests.bench.benchmarks import BENCHMARKS
 from tests.cli.test_program import commands
 
 from .rows import each_row
@@ -262,6 +263,22 @@ def test_targets_of_make_exist() -> None:
     assert {"demo", "test", "install", "lint", "bench", "fuzz"} <= named
     for target in named:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_results_name_existing_benchmarks() -> None:
+    """The table of measurements names each by how it begins; in the table of papers, each row with
+    a figure names its benchmark."""
+    results = page("tests/bench/RESULTS.md")
+    for row in rows(results, "How a figure is measured"):
+        for name in CODE.findall(row[0]):
+            assert any(each.startswith(name.removesuffix("...")) for each in BENCHMARKS), name
+    effects = rows(results, "What the papers promise")
+    assert {row[0] for row in effects} == {"DIESEL", "LCache", "Lobster", "iCache", "DLCache"}
+    for row in effects:
+        kind, *named = re.split(", ", row[-1])
+        assert kind in {"real", "simulated"}, row
+        assert named or row[-2] == "not measured", row
+        assert {f"`{name}`" for name in BENCHMARKS} >= {*named}, row
 
 
 EXTRA = re.compile(r"\.whl\)?\[(\w+)\]|extra `(\w+)`")
