@@ -106,12 +106,12 @@ class PrefetchPlanner:
             self.watches,
             self._clock,
         )
-        self._chunk_entries = ChunkEntries(columns, offset)
+        chunk_entries = ChunkEntries(columns, offset)
         self._miss_fill = MissFill(
-            self._chunk_entries, self.resident_set, chunk_count, everything=policy == "oneshot"
+            chunk_entries, self.resident_set, chunk_count, everything=policy == "oneshot"
         )
         self._freed = FreedPages(
-            columns, self.resident_set, self._chunk_entries, self.views, self.watches, self._clock
+            columns, self.resident_set, chunk_entries, self.views, self.watches, self._clock
         )
         self._room = Room(self.streams, self.views, self.memory, self.watches)
         self._balance = Balance(costs, columns, self.resident_set, self.views, self._clock)
@@ -298,7 +298,8 @@ class PrefetchPlanner:
 
     def upcoming(self, count: int) -> list[Entries]:
         """The entries of the next pushes, as far as they can be foreseen, in the order in which to
-        fetch their contents. They include each stream's next unit if there are at most `count / 2`
+        fetch their contents; a push names them in the same order, by which a reader finds what it
+        has begun to fetch. They include each stream's next unit if there are at most `count / 2`
         streams."""
         trackers = self.views.trackers
         if len(trackers) == 1:
@@ -396,8 +397,6 @@ class PrefetchPlanner:
             chunks = self._columns.chunk[entries]
             if (chunks == chunks[0]).all():
                 chunk = int(chunks[0])
-            else:
-                entries = self._chunk_entries.fetch_order(entries)
         return Push(chunk, entries, np.array(markers, np.uint32), self._is_urgent)
 
 

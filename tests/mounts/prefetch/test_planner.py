@@ -224,6 +224,17 @@ def test_progress_that_a_reader_reports_overrides_opens_of_marker_files() -> Non
         machine.planner.streams.progress("a", N + 1, machine.now_s)
 
 
+@each_row("order", [shuffled(1), chunk_wise(CHUNKS, 4, 1)])
+def test_pushes_are_those_that_were_foreseen(order: list[int]) -> None:
+    """In the same order, too: a reader finds what it has begun to fetch by it."""
+    planner = make_planner(N, 0.1)
+    planner.streams.announce(stream("a", order), START_S)
+    push_next(planner)
+    foreseen = planner.upcoming(4)
+    pushed = [push_next(planner).entries for _ in foreseen]
+    assert [unit.tolist() for unit in pushed] == [unit.tolist() for unit in foreseen]
+
+
 def test_resident_files_are_not_fetched_ahead() -> None:
     planner = make_planner(N, 0.5)
     planner.streams.announce(stream("a", shuffled(1)), START_S)
