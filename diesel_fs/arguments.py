@@ -1,9 +1,9 @@
 """Checks the arguments of the Python API, and words errors for that API.
 
-Each check returns the value, or raises UsageError, which never repeats a value of a wrong type: it
-may be a secret or very long. Messages of the library name options as `dlcmd` does (`--listen`);
-`keyword_errors` replaces them by keyword arguments. Pure, except that `local_path` calls
-`__fspath__` of objects.
+Each check returns the value, or raises UsageError with the argument's name (its *word*), but never
+with a value of a wrong type, which may be a secret or very long. Messages of the library name
+options as `dlcmd` does (`--listen`); `keyword_errors` replaces them by keyword arguments. Pure,
+except that `local_path` calls `__fspath__` of objects.
 """
 
 import difflib
@@ -38,7 +38,7 @@ _KEYWORDS = {
 _FLAGS = frozenset({"peer_tls", "peers_through_master", "allow_other"})
 
 _OPTION = re.compile(r"(--[a-z]+(?:-[a-z]+)*)(?: ([A-Z][A-Z:]*[0-9]?))?")
-"""An option, and the word for its value if one follows: `--listen ADDRESS:0`."""
+"""An option, and the word for its value if there is one: `--listen ADDRESS:0`."""
 
 
 def in_keywords(text: str) -> str:
@@ -59,7 +59,7 @@ def _keyword(option: "re.Match[str]") -> str:
 
 @contextmanager
 def keyword_errors() -> Iterator[None]:
-    """Context or decorator of a call from Python: its errors name keyword arguments."""
+    """Context or decorator: errors name keyword arguments."""
     try:
         yield
     except DieselError as error:
@@ -75,7 +75,7 @@ def words_of(signature: inspect.Signature) -> list[str]:
 
 def near_word(word: str, known: Sequence[str]) -> str:
     """The known word that was probably meant, or ""."""
-    option = _KEYWORDS.get(f"--{word.replace('_', '-')}")  # as `dlcmd` calls it
+    option = _KEYWORDS.get(f"--{word.replace('_', '-')}")  # `cache_size`, as in `dlcmd`
     if option is not None and option in known:
         return option
     near = difflib.get_close_matches(word, known, 1)
@@ -153,4 +153,4 @@ def wrong_type(word: str, meant: str, value: object) -> UsageError:
 
 
 def _short(number: int) -> str:
-    return str(number) if number.bit_length() < 200 else "a greater one"  # digits in a message
+    return str(number) if number.bit_length() < 200 else "a greater one"  # at most 61 digits

@@ -28,7 +28,7 @@
     └── DeadlineError                     14  ETIMEDOUT
 
 Each class has the exit code of `dlcmd`, the errno that a mount returns, and `retry`: whether the
-same call may succeed later although nobody changes anything. `advice` tells the user what to do.
+same call may succeed later although nobody changes anything.
 """
 
 import errno
@@ -71,7 +71,7 @@ class ConfigError(UsageError):
 
 
 class IsAFolder(UsageError, IsADirectoryError):
-    """The path names a folder, and the call is about files. Also an IsADirectoryError."""
+    """The path names a folder, and the call is about files."""
 
     errno = errno.EISDIR
 
@@ -81,7 +81,7 @@ class IsAFolder(UsageError, IsADirectoryError):
 
 
 class PartialError(DieselError):
-    """The work was done except for some files, each of which was named to the user."""
+    """The work was done except for some files, which were named to the user."""
 
     exit_code = 3
 
@@ -104,8 +104,7 @@ class NoSuchDataset(NotFoundError):
 
 
 class NoSuchPath(NotFoundError, FileNotFoundError):  # type: ignore[misc]  # errno is the class's
-    """The dataset holds no entry with this path. Also a FileNotFoundError, so code for files works
-    unchanged."""
+    """The dataset holds no entry with this path. As a FileNotFoundError, it fits code for files."""
 
     def __init__(self, message: str, *, advice: str = "") -> None:
         super().__init__(message, advice=advice)
@@ -113,13 +112,13 @@ class NoSuchPath(NotFoundError, FileNotFoundError):  # type: ignore[misc]  # err
 
 
 class NotAFolder(NoSuchPath, NotADirectoryError):
-    """The path continues below a file or a link. Also a NotADirectoryError."""
+    """The path continues below a file or a link."""
 
     errno = errno.ENOTDIR
 
 
 class NoSuchFile(NotFoundError, FileNotFoundError):  # type: ignore[misc]  # errno is the class's
-    """A local file is missing. Also a FileNotFoundError."""
+    """A local file is missing."""
 
     def __init__(self, message: str, *, advice: str = "") -> None:
         super().__init__(message, advice=advice)
@@ -210,7 +209,7 @@ class ForeignError(FormatError):
 
 
 class NewerVersionError(FormatError):
-    """A newer program wrote the object. It is refused, and never treated as damaged."""
+    """A newer program wrote the object, which is never treated as damaged."""
 
 
 class NoSpaceError(DieselError):

@@ -1,6 +1,6 @@
 """The program of a packing process of `dlcmd put`, for object stores that hang in forked children.
 
-`put` starts it as `python -m dlcmd.packing DESCRIPTOR` and talks to it over that pipe.
+`put` runs `python -P -m dlcmd.packing N`; N is the descriptor of a pipe between them.
 """
 
 import sys
@@ -11,7 +11,7 @@ from diesel_fs.storage.objects.store import ObjectStore
 from diesel_fs.storage.open_stores import open_objects
 from diesel_fs.urls import parse_url
 
-PROGRAM = (sys.executable, "-P", "-m", "dlcmd.packing")
+PROGRAM = (sys.executable, "-P", "-m", "dlcmd.packing")  # -P: no imports from `.`
 
 
 def _opened(url: str) -> ObjectStore:

@@ -22,7 +22,7 @@ class ForecastOptions:
     cache_size: str
     is_given_order: bool = False
     fits_alone: bool = False
-    """One machine alone has memory for the whole dataset."""
+    """Whether one machine alone has memory for the whole dataset."""
 
 
 def recommended(forecasts: Sequence[Forecast]) -> Forecast:

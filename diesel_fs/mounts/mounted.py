@@ -24,9 +24,7 @@ class Mounted:
 
     def __init__(self, path: Path, metrics: str = "") -> None:
         self.path = path
-        self.metrics = metrics
-
-    """The address of the metrics for Prometheus, or ""."""
+        self.metrics = metrics  # the address for Prometheus, or ""
 
     def __enter__(self) -> Self:
         return self
@@ -54,8 +52,7 @@ def mount(
     metrics: str | None = None,
     **task: Unpack[TaskKwargs],
 ) -> Mounted:
-    """Mounts a dataset: an open one, or a dataset given by its name and `url`. Reads of the files
-    work when this function returns.
+    """Mounts an open dataset, or one given by name and `url`. Files can be read on return.
 
     The folder must be empty or missing; a missing one is created, and removed when the mount ends.
 

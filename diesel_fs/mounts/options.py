@@ -34,14 +34,14 @@ class MountRequest(DaemonRequest):
     mountpoint: str
     snapshot_file: str = ""
     stale: str = "warn"  # refuse, warn, allow
-    offline: bool = False
+    offline: bool = False  # the snapshot's version is not checked
     version: int = 0  # a kept version; 0: the current one
     follow: bool = False
     follow_interval_s: float = 0.0  # how often a mount that follows looks for a newer version
-    session: str = "auto"
+    session: str = "auto"  # or native, kernel, pyfuse3
     memory_bytes: int = 0
     policy: FillPolicy = "on-demand"
-    seed: int = 0
+    seed: int = 0  # of shuffled lists in `.diesel`
     group_size: int = 0
     allow_other: bool = False
     uid: int = -1  # the owner of all files; -1: the user of this process
@@ -67,8 +67,7 @@ class MountRequest(DaemonRequest):
         return Credentials(self.user, parse_key(self.key)) if self.user else None
 
     def check(self) -> None:
-        """Raises UsageError for options that exclude each other, a bad value, and too much
-        memory."""
+        """Raises UsageError for bad values, and for options that exclude each other."""
         self.task_options.check()
         if self.metrics:
             parse_endpoint(self.metrics, default_host=LOOPBACK)

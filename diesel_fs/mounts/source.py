@@ -1,10 +1,8 @@
 """Opens the contents of a mount. No other module of `mounts` knows repositories.
 
-In a *task* (a training job on machines that share a cache, `peers/`), contents come from that
-cache; the task's *master* is the process with this machine's part of it. A mount *pushes* if it has
-a prefetch worker (`daemon/prefetch_worker.py`), which writes contents into the kernel's page cache
-before they are read. "The server" is the mount's own server process (`daemon/server.py`), never a
-DIESEL-FS server. It and the worker have a `MountSource` each.
+In a task, contents come from the task's cache (`peers/`). A mount pushes if it has a prefetch
+worker (`daemon/prefetch_worker.py`). "The server" is the mount's own server process
+(`daemon/server.py`), never a DIESEL-FS server. It and the worker have a `MountSource` each.
 """
 
 import logging

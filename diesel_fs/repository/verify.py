@@ -101,8 +101,8 @@ class _Check:
     """Reads each chunk once, and commits those that the metadata store knows to `scratch`. If a
     purge deletes such chunks meanwhile, the metadata and the new chunks are read again.
 
-    After `run`, `live` has the live metadata (or None) and `live_mark` their mark, `listed` the
-    chunks of the listing, and `unusable` the reason for each damaged chunk.
+    After `run`, `live` has the live metadata (or None) and `live_mark` their content mark, `listed`
+    the chunks of the listing, and `unusable` the reason for each damaged chunk.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class _Check:
         return ((chunk, partial(self._check_bodies, chunk)) for chunk in chunks)
 
     def _check_bodies(self, chunk: ChunkId) -> ChunkHeader:
-        """Bodies that are still damaged at a second read are problems."""
+        """Bytes that are damaged at a second read, too, are problems."""
 
         def read() -> tuple[ChunkHeader, list[int]]:
             header, bodies = read_chunk(self._repository.objects, self._info.identity, chunk)
@@ -223,8 +223,8 @@ class _Check:
 def _report_lost_chunks(
     repository: StoredRepository, info: DatasetInfo, check: _Check, findings: Findings
 ) -> Collection[ChunkId]:
-    """Report the chunks in the metadata or the newest snapshot that are missing or damaged in the
-    store. Returns these and all other damaged chunks."""
+    """Report chunks of the metadata or the newest snapshot that the store lacks or has damaged.
+    Returns these and all other damaged chunks."""
     identity = info.identity
     meta = None if check.live is None else repository.meta
     expected = expected_chunks(repository.snapshots, meta, identity)
@@ -261,6 +261,7 @@ def _live(
 
 
 def _metadata_forbidden(repository: StoredRepository) -> bool:
+    """Whether the user may not read the SQLite file beside the chunks."""
     return not repository.url.meta and isinstance(repository.meta_problem, PermissionDenied)
 
 
@@ -271,8 +272,8 @@ def _compare(
     lost: Collection[ChunkId],
     findings: Findings,
 ) -> None:
-    """Report the paths that differ between the metadata store and the fold over its chunks, except
-    those in lost chunks, which have been reported."""
+    """Report the paths that differ between the metadata store and the fold of its chunks, except
+    those in lost chunks."""
     if live_mark == _mark_of(read_folded):
         return  # the usual case, which needs no object for each entry
     actual, expected = _by_path(live), _by_path(read_folded())
@@ -291,7 +292,7 @@ def _parts(
     read: Callable[[], MetadataChanges], previous: Snapshot | None = None
 ) -> Sequence[memoryview]:
     """A snapshot in parts; equal states have equal parts. `read` is called here, so that the merge
-    can free the rows, which are large for millions of entries."""
+    can free the rows."""
     changes = read()
     head, chunks, rows = changes.head, changes.chunks, [changes.rows]
     del changes
@@ -323,8 +324,8 @@ def _by_path(changes: MetadataChanges) -> dict[bytes, tuple[bytes, bytes, bytes]
 
 
 class _Published(NamedTuple):
-    """A published version that has been checked. `load` reads its snapshot again, which is not kept
-    in memory; `mark` is its content mark."""
+    """A published version that has been checked. `load` reads its snapshot again; `mark` is its
+    content mark."""
 
     identity: UUID
     version: int

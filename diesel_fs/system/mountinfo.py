@@ -33,8 +33,8 @@ def mounts(process: str = "self") -> Iterator[MountEntry]:
 def topmost_at(path: str, entries: Iterable[MountEntry]) -> MountEntry | None:
     """The mount at exactly this path that hides the others there, or None.
 
-    The order in mountinfo does not show it: since Linux 6.8 that is the order in which the mounts
-    were made, and a mount that is moved beneath another was made later.
+    The order in mountinfo does not show it: since Linux 6.8 it is that of their making, and a
+    mount that is moved beneath another was made later.
     """
     there = [each for each in entries if each.path == path]
     hidden = {each.parent_id for each in there}
@@ -77,7 +77,8 @@ def file_system_of(path: Path, table: bytes | None = None) -> FileSystem:
     holder, longest = FileSystem("", frozenset()), -1
     for mount in mounts() if table is None else parse_mounts(table):
         is_inside = real == mount.path or real.startswith(mount.path.rstrip("/") + "/")
-        if is_inside and len(mount.path) >= longest:  # of equal paths, the later hides the earlier
+        # Of equal paths, the later hides the earlier, unless it was moved beneath it
+        if is_inside and len(mount.path) >= longest:
             longest = len(mount.path)
             holder = FileSystem(mount.kind, mount.options)
     return holder

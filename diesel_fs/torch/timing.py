@@ -42,7 +42,7 @@ class Report(NamedTuple):
     """The measurements of one batch."""
 
     fetch_s: float
-    """From the arrival of the indices to the end of collating."""
+    """The preparation: from the arrival of the indices to the end of collating."""
     batch_bytes: float
     process_bytes: float
     """The worker's own memory, measured every 25 batches; 0: not measured yet."""

@@ -21,7 +21,7 @@ from diesel_fs.urls import parse_url
 from ..show.output import print_note
 from .options import ALL_VERSIONS, check_dataset_argument, dataset, global_flags
 
-MEMORY_BYTES = 256 << 20
+MEMORY_BYTES = 256 << 20  # of an `entry_reader`
 
 _STALENESS_NOTED = f"{__name__}.staleness_noted"  # in click's `meta`
 
@@ -65,7 +65,7 @@ def versioned_address(text: str) -> Address:
 
 
 def listed_address(text: str) -> Address:
-    """`DATASET@` gets the version ALL_VERSIONS."""
+    """For `ls`: `DATASET@` means all versions."""
     if text.endswith("@") and "/" not in text:
         return Address(dataset(text[:-1]), version=ALL_VERSIONS)
     return versioned_address(text)
@@ -81,13 +81,12 @@ def _address(text: str, name: str, version: int) -> Address:
 def open_repository_from_flags(
     *, create: bool = False, rebuild: bool = False
 ) -> Iterator[Repository]:
-    """`create` makes a missing repository; `rebuild` makes only a missing metadata store. Raises
-    DieselError."""
+    """`create` makes a missing repository, `rebuild` only its metadata. Raises DieselError."""
     open_buckets_directly()
     settings = global_flags().settings()
     try:
         if rebuild:
-            open_configured(settings).close()
+            open_configured(settings).close()  # raises if there is no repository
         repository = open_configured(settings, create=create or rebuild)
     except ObjectMissing as error:
         url = parse_url(settings.repository_url)

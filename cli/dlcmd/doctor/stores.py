@@ -68,7 +68,7 @@ _SLOW_REDIS = "run Redis near the jobs, on a machine that is not busy (`redis-cl
 class StoreQuestion:
     settings: Settings
     is_named: bool
-    """The default repository need not exist yet."""
+    """Otherwise it need not exist yet."""
     measures: bool = True
     writes: bool = False
 

@@ -39,9 +39,9 @@ class Machine:
     network_bytes_per_s: int = 1250 << 20
 
     def node(self, policy: str, files: ForecastFiles) -> ForecastNode:
-        in_task = policy != ORDER_LOG
+        in_task = policy != ORDER_LOG  # an order log needs no task's cache
         split = MemorySplit(self.memory_bytes, in_task)
-        known_bytes = len(files) * KNOWN_ENTRY_BYTES  # of names that the kernel knows
+        known_bytes = len(files) * KNOWN_ENTRY_BYTES  # for names and inodes
         window_bytes = split.push_bytes - min(known_bytes, split.push_bytes // KNOWN_DIVISOR)
         has_disk = self.cache_bytes > 0
         kept_bytes = chunk_budget_bytes(split.task_bytes, files.chunk_bytes, has_disk=has_disk)
@@ -176,12 +176,11 @@ def forecast(
 ) -> None:  # fmt: skip
     """Predict what a training job will read, hit, cost and wait for.
 
-    The epochs are simulated read by read, with a mount's eviction policies, for each policy and
-    order. The columns `memory` to `store` show the sources of a later epoch's files; then come its
-    bytes and requests from the store, the bytes written to the SSDs, the times of the first and of
-    later epochs, and the part of that which is waiting. The first line gives the command to type,
-    and the reason; the last lines are the commands for the best row: the fastest, and among equally
-    fast ones the cheapest.
+    Each row is an order and a policy, simulated read by read. The best row is the fastest, or the
+    cheapest of equally fast ones: the first line has its `mount` command and the reason, the last
+    lines all its commands. All columns except `first`, the first epoch's time, are of a later one:
+    the sources of its files (`memory` to `store`), bytes and requests from the store, bytes written
+    to SSDs, its time, the part of it spent waiting, the part of files in memory on time, the price.
 
     Options that you leave out are assumed, and a note names them. Only the snapshot is read.
 

@@ -42,6 +42,8 @@ class Arrived(NamedTuple):
 
 
 class _Asked:
+    """One request, and what has arrived of it."""
+
     def __init__(
         self, spans: Sequence[Span], reader: ChunkReader, note: Callable[[int, int, float], None]
     ) -> None:
@@ -51,7 +53,7 @@ class _Asked:
         self._note = note
         self._asked_s = time.monotonic()
         parts = np.array(spans, np.uint32)
-        self._places = reader.places(parts[:, 0].astype(np.int64))
+        self._places = reader.places(parts[:, 0].astype(np.int64))  # nodes
         self.bytes = int(parts[:, 2].sum(dtype=np.int64))
         self._reading = reader.begin(parts)
         self.wanted = len(spans)  # how many of the spans are still wanted
@@ -59,8 +61,8 @@ class _Asked:
         self._error: DieselError | None = None
 
     def arriving(self) -> Iterator[Arrived]:
-        """Groups that have arrived before come first. An error of the read is raised again at each
-        call, since several units may share this request."""
+        """Begins with groups that have arrived. Raises an error of the read at each call, since
+        several units may share this request."""
         yield from self._arrived
         while self._error is None:
             wait_from_s = time.monotonic()
@@ -103,7 +105,7 @@ class SpanFetcher:
             self._reads.chunk_reader(snapshot.identity, snapshot.version) or self._stored
         )
         self._costs = {IN_STORE: self._stored.costs}  # by place
-        self._arrived_s = 0.0  # when contents that were waited for arrived last
+        self._arrived_s = 0.0  # the last arrival of awaited contents
         # One buffer is kept: new memory costs as much as reading into it.
         self._buffer = np.empty(limits.span_bytes, np.uint8).data
         self._flights: FlightTable[int, _Asked] = FlightTable()
@@ -129,7 +131,7 @@ class SpanFetcher:
         return self._chunks.places(chunks)
 
     def give_up(self, span: Span) -> None:
-        """Forget a span that nobody wants any more. A request without wanted spans is given up."""
+        """Forget an unwanted span. A request without wanted spans is given up."""
         asked = self._take(span)
         if asked is not None and not asked.wanted:
             asked.give_up()
@@ -140,8 +142,8 @@ class SpanFetcher:
 
     def begin(self, spans: Sequence[Span], *, are_due: bool = False) -> int:
         """Begin to read these spans, in their order, as far as there is room. Returns how many are
-        under way, counted from the first. `are_due`: a caller waits for these spans, so they get
-        room beside that of spans that are begun ahead."""
+        under way, counted from the first. `are_due`: a caller waits for these spans, so the room is
+        twice as large."""
         flights = self._flights
         room_bytes = self._limits.ahead_bytes * (1 + are_due) - flights.bytes
         wanted: dict[Span, None] = {}
@@ -211,8 +213,7 @@ class SpanFetcher:
             raise
 
     def _forget(self, failed: _Asked) -> None:
-        """Take the other spans of a failed request out of the table: units that want them request
-        them again."""
+        """Take the other spans of a failed request out of the table: units request them again."""
         for span in failed.spans:
             if self._flights.get(span) is failed:
                 self._take(span)
@@ -263,8 +264,8 @@ class SpanFetcher:
         return self._costs.setdefault(place, ReadCosts())
 
     def _note_asked(self, place: int, size: int, asked_s: float) -> None:
-        """Note that contents have just arrived from a place. Requests share the transfer, so a read
-        counts from the arrival before it, if later than its request (`asked_s`)."""
+        """Note that contents have just arrived from a place. Requests share the bandwidth, so a
+        read's time begins at its request (`asked_s`) or the last arrival before, if later."""
         now_s = time.monotonic()
         if self._chunks is not self._stored:  # `StoredParts` observes its reads by itself
             self.costs_of(place).observe(size, now_s - max(asked_s, self._arrived_s))

@@ -25,15 +25,15 @@ Column = npt.NDArray[np.int64]
 
 EXTENT_BITS, PLAIN_FILE = np.uint32(layout.EXTENT_BITS), np.uint32(layout.PLAIN_FILE)
 _SINGLE_EXTENT_BITS = np.uint32(3 << layout.KIND_SHIFT | layout.MANY_EXTENTS)
-_SINGLE_EXTENT = np.uint32(Kind.FILE << layout.KIND_SHIFT)  # if masked with `_SINGLE_EXTENT_BITS`
+_SINGLE_EXTENT = np.uint32(Kind.FILE << layout.KIND_SHIFT)  # in these bits; may be compressed
 
 _EMPTY = memoryview(b"")
 
 
 class _ColumnBatch(NamedTuple):
-    """`reading` gives the stored bytes of the files at the positions `places` of `rows`; if
-    `places` is None, of all files, which are then all plain (one uncompressed extent). `reading` is
-    None if no file can be read in this way."""
+    """Files, as indices of the snapshot (`rows`). `reading` gives the stored bytes of those at the
+    positions `places` (None: all are plain, one uncompressed extent each, and all are read).
+    `reading` is None if no file has a single extent with bytes."""
 
     rows: Column
     places: Column | None

@@ -1,9 +1,9 @@
 """Reads the contents of a dataset's files, checked, for the Python API and a mount's server.
 
-For each miss, `EntryReader` decides whether to read the whole chunk (a pack of many small files,
-some 4 MiB) or only the entry (a file, folder or link of the dataset). It keeps whole chunks in
-memory (`chunk_cache.py`). Every byte is checked when it enters this process's memory; after a
-mismatch the entry is read once more, past all caches (`fetching/chunk_source.py`).
+For each miss, `EntryReader` decides whether to read the whole chunk (some 4 MiB) or only the entry.
+It keeps whole chunks in memory (`chunk_cache.py`). Every byte is checked when it enters this
+process's memory; after a mismatch the entry is read once more, past all caches
+(`fetching/chunk_source.py`).
 
 Thread-safe. After a fork the child may go on reading.
 """

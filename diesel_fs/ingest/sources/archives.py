@@ -1,5 +1,4 @@
-"""A source of several archives: each is fetched once, decompressed, and its members are packed
-(`ingest/README.md` has the rules).
+"""Several archives as a source: each is fetched once, decompressed and packed (`ingest/README.md`).
 
 Threads take the archives in their order; each fetches, decompresses and packs one at a time.
 (Decompressing, hashing and copying release the interpreter's lock.)
@@ -8,11 +7,10 @@ Threads take the archives in their order; each fetches, decompresses and packs o
 later put skips it. If another dataset that the caller may read has an archive of the same SHA-256,
 its entries are copied from there.
 
-**Order.** If several archives have a file or link at one path, that of the last named archive
-counts, whichever is packed first: that archive is read again for such paths. So is a skipped
-archive if an earlier one has replaced an entry of it. An archive's record names the later archives
-that have replaced entries of it (`yields_to`); it is skipped only if this put names those behind
-it, too.
+**Order.** If several archives have a file or link at one path, the archive that the user named last
+wins. Archives are packed side by side, so at the end the winner is read again for such paths, even
+if it was skipped. An archive's record lists the archives that won over it (`yields_to`). A later
+put skips it only if they are named behind it again.
 """
 
 import contextlib
@@ -65,13 +63,13 @@ _SIDE_BY_SIDE_MAX = 8  # archives: for each, some 100 MiB are in memory
 _LOOKS = 16  # requests at once
 _COUNTED_BYTES = 64 << 20  # a longer compressed file is decompressed twice
 _COPY_MEMORY_BYTES = 256 << 20
-_YIELDS_MAX = 4096  # a record that would name more stays as it is: its archive is read again
+_YIELDS_MAX = 4096  # of `yields_to`; with more, the record stays, and the archive is read again
 _SUFFIXES = (b".gz", b".bz2", b".xz", b".zst", b".zstd")
 
 
 class ArchiveState(NamedTuple):
     tag: str
-    """The place's name for exactly these bytes, or ""."""
+    """Changes with the bytes at this address: an ETag or mtime; "" if not known."""
     size: int
     """0 if it is not known."""
     modified_ns: int
@@ -79,7 +77,7 @@ class ArchiveState(NamedTuple):
 
 
 class Archive(Protocol):
-    """An archive at its place. One thread at a time."""
+    """A local file or an address on the web. One thread at a time."""
 
     @property
     def name(self) -> str:
@@ -105,7 +103,7 @@ class Archive(Protocol):
         ...
 
     def look(self) -> ArchiveState:
-        """Raises NotFoundError, PermissionDenied, ObjectStoreError."""
+        """Find the archive's state. Raises NotFoundError, PermissionDenied, ObjectStoreError."""
         ...
 
     def open(self, state: ArchiveState) -> ArchiveFile:
@@ -113,7 +111,7 @@ class Archive(Protocol):
         ...
 
     def stop(self) -> None:
-        """End calls that wait in a pause of the server's. Any thread; repeatable."""
+        """End waits that a server has requested (`Retry-After`). Any thread; repeatable."""
         ...
 
 
@@ -142,7 +140,7 @@ class _Log(MemberLog):
 
 
 class _OnlyThese(Filter):
-    """Takes paths with one of `hashes` that another filter takes."""
+    """Takes the paths that `taken` takes, if their hashes are in `hashes`."""
 
     def __init__(self, taken: Filter, hashes: Set[int]) -> None:
         self._taken = taken
@@ -164,8 +162,8 @@ class _Original(NamedTuple):
 
 @dataclass(slots=True)
 class _Job:
-    """One archive to put. `record` is of an earlier put or of this one; `original` is a copy of the
-    archive in another dataset."""
+    """One archive to put. `record` is of an earlier put or of this one; the members are copied
+    from `original` if another dataset has them."""
 
     archive: Archive
     state: ArchiveState
@@ -174,7 +172,7 @@ class _Job:
     is_skipped: bool = False
     original: _Original | None = None
     is_single: bool = False
-    """The path of a single compressed file comes from the archive's address."""
+    """Whether it is one compressed file, whose path comes from its address."""
 
 
 @dataclass(slots=True)
@@ -252,7 +250,7 @@ class ArchivesSource(Source):
 
     def published(self, session: WriteSession) -> None:
         """Rewrite the records of archives that lost entries to this put. If a file was left out,
-        its archive's record stays and no longer holds, so a later put reads the archive again."""
+        its archive's record stays, although out of date: a later put reads the archive again."""
         target = self._work.target
         left_out = {
             xxh3_64_intdigest(source_path(target, path)) for path, _ in self._work.report.failed
@@ -282,8 +280,7 @@ class ArchivesSource(Source):
     # Finding the archives that need not be read
 
     def _skip_recorded(self) -> None:
-        """Skip archives whose entries the dataset still has, and find copies of others in other
-        datasets."""
+        """Skip archives whose entries the dataset still has; find copies of others elsewhere."""
         options, repository = self._work.options, self._work.repository
         if options.checksum or options.delete:
             return
@@ -311,8 +308,8 @@ class ArchivesSource(Source):
         return source_id(job.archive.address + filters)
 
     def _of_same_content(self, job: _Job, records: Sequence[ArchiveRecord]) -> ArchiveRecord | None:
-        """The record of an archive with the same SHA-256. A local archive is hashed for that; of
-        another, the SHA-256 must be given."""
+        """The record of an archive with the same SHA-256. A local archive is hashed for that;
+        others need a given SHA-256."""
         if not self._work.path_filter.includes_all:
             return None
         same_size = [each for each in records if each.size == job.state.size and each.sha256]
@@ -328,7 +325,7 @@ class ArchivesSource(Source):
         return next((each for each in same_size if each.sha256 == sha256), None)
 
     def _find_originals(self, jobs: Sequence[_Job]) -> None:
-        """Datasets that cannot be read are left out."""
+        """Find copies in other datasets; those that cannot be read are left out."""
         wanted = [job for job in jobs if job.archive.sha256 or job.archive.is_local]
         repository = self._work.repository
         for info in repository.datasets() if wanted else ():
@@ -434,7 +431,7 @@ class ArchivesSource(Source):
             self._record(batch, job, seconds + stored_s, sha256)
 
     def _packer(self, committed: Callable[[ValidatedChunk, int], None]) -> Packer:
-        """All packers share the session under the lock, under which `committed` is called, too."""
+        """A packer that uses the session, and calls `committed`, only under the lock."""
         session, options = self._session, self._work.options
 
         def new_id(writer_of: ChunkId | None) -> ChunkId:
@@ -690,8 +687,7 @@ class _Contested(NamedTuple):
     """The archives that are the last of several with some path, in their order, with the hashes of
     these paths."""
     yields: dict[int, list[_Job]]
-    """For each archive that is not the last with some path (the `id` of its job), those that
-    are."""
+    """By the `id` of a job: the archives that are the last with some path of it."""
 
 
 def _contested(jobs: Sequence[_Job]) -> _Contested:

@@ -61,7 +61,7 @@ class Bucket(Protocol):
         ...
 
     def stop(self) -> None:
-        """End reads that wait in a pause of the store's. Repeatable."""
+        """End waits that the store has requested. Repeatable."""
         ...
 
 

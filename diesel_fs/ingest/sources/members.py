@@ -1,8 +1,8 @@
 """Takes the members of a tar or a zip one by one: refuses, compares and packs them. One thread.
 
 A `tarfile.TarInfo` describes a member of any archive. If several members have one name, the last
-counts. Refused members are left out, and the report names them. A hard link becomes a file with its
-target's bytes at the end: they are copied from the dataset, since an archive is read only once.
+counts. Refused members are left out, and the report names them. At the end, hard links become
+files: their targets are copied from the dataset, since an archive is read only once.
 """
 
 import io
@@ -33,7 +33,7 @@ OpenContent = Callable[[], BinaryIO]
 
 
 class MemberLog:
-    """Is notified as an archive's members are taken. Each method may be overridden."""
+    """Subclasses note the members of an archive as they are taken."""
 
     def add_files(self, prefix: bytes, names: Sequence[bytes]) -> None:
         """The path of each, below the archive's root, is `prefix` and a name."""
@@ -179,8 +179,8 @@ class MemberTaker:
         return self._packer.extent_bytes if self._packer else FILE_BYTES_MAX
 
     def _empty_target_folder(self, files: FolderFiles) -> bytes | None:
-        """The path of the files' folder in the dataset; None if it is not empty, if a name is not
-        allowed, or if each file must be checked by itself."""
+        """The files' folder in the dataset; None if it is not empty, a name is not allowed, or each
+        file must be checked by itself."""
         if self._hard_links or not self.work.path_filter.includes_all:
             return None
         prefix = files.prefix
@@ -189,7 +189,7 @@ class MemberTaker:
         folder = target_path(self.work.target, prefix[:-1])
         if prefix.startswith(b"/") or not Names.of(files.names).are_allowed():
             return None
-        if path_fault(join(folder, b"n" * NAME_BYTES_MAX)):
+        if path_fault(join(folder, b"n" * NAME_BYTES_MAX)):  # a path may be too long
             return None
         if is_reserved(folder) or (not folder and RESERVED_NAME in files.names):
             return None

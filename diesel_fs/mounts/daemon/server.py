@@ -1,11 +1,11 @@
 """The server process of a mount: it opens the dataset, mounts it, answers the kernel, unmounts.
 
-The control socket listens before the mount is made, so that `.diesel` can name it. After the
-kernel's first request the server waits a moment for its lease and for the worker's first message,
-reports READY, and sends the worker its descriptors.
+The control socket listens before the mount is made, so that the hidden folder `.diesel` can name
+it. After the kernel's first request the server waits a moment for its lease and for the worker's
+first message, reports READY, and sends the worker its descriptors.
 
-Concurrency. The main thread runs trio, and all state of this module belongs to it. One task of the
-session answers requests that need not wait; every other request gets a task of its own.
+Concurrency. The main thread runs trio, and all state of this module belongs to it. One trio task of
+the session answers requests that need not wait; every other request gets a task of its own.
 
 - Between two waits a task runs alone. So a request that is answered at once sees one version, and
   `_on_switch` changes snapshot, lists and control socket in one step. During a wait the mount may
@@ -180,7 +180,7 @@ class _Server:
         self._leases = VersionLeases(request, source)
         self._leased = trio.Event()
         self._task_stats: dict[str, object] = {}
-        readers = ReaderProcesses(os.getppid())
+        readers = ReaderProcesses(os.getppid())  # the supervisor's
         self._waits = Waits(readers.group_of)
         readers.on_found = self._waits.regroup
 
@@ -257,8 +257,8 @@ class _Server:
         await self._started.wait()
         with trio.move_on_after(LEASE_DEADLINE_S):
             await self._leased.wait()
-        if not isinstance(session, NativeSession):  # a native session has done so itself
-            syscalls.tune(self._end.device)  # the kernel's first request would have reset this
+        if not isinstance(session, NativeSession):  # which has tuned its connection itself
+            syscalls.tune(self._end.device)  # not sooner: the kernel's first request resets it
         log.info(
             "%s at version %d is mounted on %s (%s session, %s, device %s)",
             self._snapshot.dataset,
@@ -273,9 +273,9 @@ class _Server:
         await self._link.receive_hello(WORKER_HELLO_DEADLINE_S)
         self._end.is_ready = True
         with suppress(BrokenPipeError):  # the supervisor was killed: ORPHANED_SIGNAL comes
-            os.write(self._supervisor_pipe, READY + b"\n")  # the supervisor reports it
+            os.write(self._supervisor_pipe, READY + b"\n")
         if not self._foreground:
-            os.dup2(2, 1)  # closes the report: the starter waits for its end
+            os.dup2(2, 1)  # ends the report on stdout, for which the starter waits
         has_worker = self._start_worker(session)
         self._worker_begun.set()
         if has_worker:
@@ -300,7 +300,7 @@ class _Server:
                 if isinstance(session, NativeSession):
                     begin["content_node"] = session.content_node
                     descriptors += [self._mount.image_file, session.private_mount]
-                share_logs(self._mount.reader, shared)
+                share_logs(self._mount.reader, shared)  # order logs
                 self._link.start_worker(begin, descriptors)
                 if self._mount.watcher is not None:
                     self._mount.watcher.attach_worker(shared)
@@ -319,8 +319,8 @@ class _Server:
 
     async def _send_heartbeats(self) -> None:
         while True:
-            # BrokenPipeError: the supervisor was killed, and `ORPHANED_SIGNAL` comes. An error here
-            # would unmount, and readers would find an empty folder instead of errors
+            # If the supervisor was killed, an error here would unmount, and readers would find an
+            # empty folder instead of errors
             with suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._supervisor_pipe, b"\n")
             await trio.sleep(BEAT_S)
@@ -350,7 +350,7 @@ class _Server:
         )  # fmt: skip
 
     def _on_switch(self, snapshot: Snapshot) -> None:
-        """Called when names have begun to lead to the version of `snapshot`."""
+        """Called once look-ups find the version of `snapshot`."""
         self._snapshot = snapshot
         self._lists.switch_version(snapshot.version)
         if self._control is not None:
@@ -406,7 +406,7 @@ class _Server:
     # the control socket ---------------------------------------------------------------------------
 
     def _control_socket(self) -> ControlSocket | None:
-        """Listens already. None if it cannot be made: then the mount goes on without plans."""
+        """A socket that listens; None if it cannot be made: then the mount takes no plans."""
         try:
             made = ControlSocket(
                 runtime_folder(),

@@ -3,8 +3,8 @@
 A switch has these steps:
 
 1. A thread opens the new snapshot, compares it with the old one and prepares the switch.
-2. The prefetch worker accepts no plans from now on. If a plan (an order that a program has
-   announced) is running, the switch is postponed.
+2. The prefetch worker accepts no plans from now on. If a plan is running, the switch is
+   postponed.
 3. Names begin to lead to the new version. The lists of `.diesel`, statistics and the control socket
    change to it, too.
 4. The worker takes over the contents of the page cache for the new version.

@@ -89,7 +89,7 @@ class MasterOptions:
     world: int
     """How many nodes the task has if all are there."""
     oneshot: bool = False
-    """Fetch all of this node's chunks from the start."""
+    """Whether to fetch all of this node's chunks from the start."""
     renew_s: float = RENEW_S
     gather_renew_s: float = GATHER_RENEW_S
     ttl_s: float = TTL_S

@@ -60,10 +60,10 @@ class Flight:
     key: ChunkKey
     size: int
     to_memory: bool
-    """Otherwise it goes through the ledger's queue to the disk."""
+    """If false, it goes through the ledger's queue to the disk."""
     from_disk: bool
     is_ahead: bool
-    """No caller waited when the fetch began."""
+    """Whether the fetch began without a caller that waits."""
     done: trio.Event = field(default_factory=trio.Event)
     view: memoryview | None = None
     """The checked chunk, once `done` is set; None: the flight has failed."""

@@ -43,7 +43,7 @@ UsesMin = Callable[[Sequence[int]], int]
 
 class Placement(NamedTuple):
     to_memory: bool
-    """Otherwise it goes through the queue to the disk."""
+    """If false, it goes through the queue to the disk."""
     victims: Sequence[int] = ()
 
 

@@ -1,8 +1,7 @@
 """The messages about the orders in which files will be read (`PEERS.md`, section 5). Does no I/O.
 
-A *stream* is one reader with the epochs that it will read. An *entry* is the number of a file in
-the snapshot. For any bytes, `parse_plan` returns a message or raises one error; it allocates
-nothing for a length that it has not checked.
+An *entry* is the number of a file in the snapshot. For any bytes, `parse_plan` returns a message or
+raises one error; it allocates nothing for a length that it has not checked.
 """
 
 from collections.abc import Iterator, Mapping

@@ -35,6 +35,7 @@ News = Generator[bytes, int | None, None]
 """Yields messages; each answer's status is sent into it, or None if no answer came."""
 
 _Step = Generator[bytes, int | None, int | None]
+"""Returns the last status."""
 
 _RETRY_NEWS = 60
 """Calls of `news` after which a rejected stream is sent again."""
@@ -48,9 +49,9 @@ are repeated: the receiver may have forgotten this process."""
 class Announcement:
     streams: Mapping[str, PlannedStream]
     order_of: Callable[[PlannedEpoch], Entries | None]
-    """The entries of an epoch whose order cannot be computed; None if unknown by now."""
+    """The entries of an epoch whose order cannot be computed; None if it is no longer known."""
     values: Values | None = None
-    """See `ChunkValues`; None if unknown."""
+    """The likely reads of each chunk (`messages.ChunkValues`); None if unknown."""
     held: Mask | None = None
     """The node's chunks; None if the receiver does not need them."""
 
@@ -74,7 +75,7 @@ class PlanPublisher:
         return bool(self._streams)
 
     def forget(self) -> None:
-        """Start anew, as the receiver may know nothing any more."""
+        """Start anew: the receiver may know nothing."""
         self._orders.clear()
         self._streams.clear()
         self._positions.clear()
@@ -176,7 +177,7 @@ class PlanPublisher:
         if status in (REFUSED, NO_ROOM, DAMAGED):
             self._rejected[stream.key] = stream.epochs, self._rounds
         elif status is not None:
-            self._orders.clear()
+            self._orders.clear()  # UNKNOWN: it lacks an order
 
     def _is_rejected(self, stream: PlannedStream) -> bool:
         epochs, since = self._rejected.get(stream.key, (None, 0))

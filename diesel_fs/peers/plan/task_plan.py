@@ -1,6 +1,5 @@
 """The plan of a task: which files all readers of all nodes will read, as one master knows it
-(`PEERS.md`, section 5). A *stream* is one reader with the epochs that it will read; an *order* is
-the list of the files of one epoch.
+(`PEERS.md`, section 5).
 
 `TaskPlan` checks the messages of mounts and masters, makes a `ChunkFuture` of them for the node's
 cache, and has the cache follow the readers' positions.

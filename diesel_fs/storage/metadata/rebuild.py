@@ -48,7 +48,7 @@ NO_LIVE_STATE = LiveState((), frozenset())
 class ShadowState(ABC):
     @abstractmethod
     def begin(self) -> None:
-        """Raises ConflictError as `MetadataStore.create`."""
+        """Begin an empty state. Raises ConflictError as `MetadataStore.create`."""
 
     @abstractmethod
     def live_state(self) -> LiveState:

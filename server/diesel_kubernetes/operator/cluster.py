@@ -23,7 +23,7 @@ from .api_objects import AnyObject, Metadata
 from .decoding import Json, decode
 from .resources import VERSION
 
-CHUNK = 500
+CHUNK = 500  # objects in one response
 
 
 class Pods(GenericNamespacedResource):
@@ -63,6 +63,7 @@ class Nodes(GenericGlobalResource):
 
 
 def _status_of(kind: type[GenericNamespacedResource]) -> type[GenericNamespacedResource]:
+    """The `status` subresource of a kind."""
     info = kind._api_info
     return type(
         f"{kind.__name__}Status",
@@ -83,7 +84,7 @@ _STATUS = {kind: _status_of(kind) for kind in (Datasets, TrainingJobs)}
 _KINDS: dict[str, type[GenericNamespacedResource]] = {
     "Pod": Pods, "Secret": Secrets, "Service": Services, "Event": Events, "Job": Jobs,
 }  # fmt: skip
-Owner = type[Datasets] | type[TrainingJobs]
+Owner = type[Datasets] | type[TrainingJobs]  # of Jobs and pods
 
 
 class Cluster:
@@ -95,7 +96,7 @@ class Cluster:
     async def get(
         self, kind: type[GenericNamespacedResource], namespace: str, name: str
     ) -> Json | None:
-        """Returns None if there is no object of this name."""
+        """None if there is none."""
         try:
             return dict(await self._client.get(kind, name, namespace=namespace))
         except ApiError as error:
@@ -123,7 +124,7 @@ class Cluster:
         return [dict(each) async for each in self._client.list(Nodes, chunk_size=CHUNK)]
 
     async def create(self, made: Json) -> bool:
-        """Returns False if there is one of this name already."""
+        """Returns False if the name is taken."""
         one: GenericNamespacedResource = _KINDS[decode(AnyObject, made).kind].from_dict(made)
         try:
             await self._client.create(one)  # its metadata have the namespace
@@ -138,7 +139,7 @@ class Cluster:
     ) -> None:
         """Deletes all objects that the object owns, too."""
         try:
-            # A Job is gone when its pods are: then another one may begin
+            # A Job goes after its pods, so that a new Job does not run beside them
             cascade = CascadeType.FOREGROUND if kind is Jobs else CascadeType.BACKGROUND
             await self._client.delete(kind, name, namespace=namespace, cascade=cascade)
         except ApiError as error:

@@ -93,13 +93,13 @@ def program(
 ) -> None:  # fmt: skip
     """Make Datasets and run TrainingJobs: the operator of DIESEL-FS for Kubernetes.
 
-    A Dataset names the source of a dataset: a bucket, archives, or an existing one. A Job makes it,
-    and its status shows when it is ready. A TrainingJob is a Pod template and the Datasets that it
-    reads; its pods start when these are ready, on the nodes that suit them best. Every option may
-    also stand in the environment (--image as DIESEL_OPERATOR_IMAGE).
+    A Dataset names a source: a bucket, archives, or an existing dataset. A Job makes the dataset,
+    and the Dataset's status shows its progress. A TrainingJob is a Pod template and the Datasets
+    that it reads; its pods start when these are ready, on the nodes that suit them best. Every
+    option may also stand in the environment (--image as DIESEL_OPERATOR_IMAGE).
 
-    The cluster is the program's own, or that of KUBECONFIG. All state is in the cluster: the
-    program may be killed at any time.
+    The cluster is that in which the program runs, or that of KUBECONFIG. All state is in the
+    cluster: the program may be killed at any time.
 
     \b
     Examples:

@@ -63,7 +63,8 @@ class Authenticator(Protocol):
         ...
 
     def current(self, account: Account) -> Account:
-        """Raises PermissionDenied if the user was removed or has another key."""
+        """The account as it is now. Raises PermissionDenied if the user was removed or has another
+        key."""
         ...
 
 

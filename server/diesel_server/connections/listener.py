@@ -78,7 +78,7 @@ class Listener:
 
     async def _serve(self, accepted: trio.socket.SocketType, address: str, port: int) -> None:
         context = self._context
-        context.cells.add("diesel_connections_total")
+        context.cells.add("diesel_connections_total")  # metrics
         with accepted:
             shown = f"[{address}]" if ":" in address else address
             connection = ClientConnection(context, self._opener(accepted), shown, port)
@@ -147,8 +147,8 @@ def _why(error: BaseException) -> str:
 
 
 def most_connections() -> int:
-    """Raises the process's limit of open files as far as needed and allowed. `FILES_RESERVED` files
-    are for other uses."""
+    """Raises the limit of open files as far as needed and allowed. Returns how many of them may be
+    connections: all but `FILES_RESERVED`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     want = limits.CONNECTIONS_MAX + limits.FILES_RESERVED
     files = want if hard == resource.RLIM_INFINITY else min(hard, want)
@@ -160,4 +160,4 @@ def most_connections() -> int:
             "this worker takes at most %d connections, as it may open %d files (ulimit -n)",
             most, files,
         )  # fmt: skip
-    return max(16, most)  # a worker with a tiny limit still serves; `_accept` waits for files
+    return max(16, most)  # at a tiny limit, `_accept` waits for files

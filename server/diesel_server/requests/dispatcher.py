@@ -1,10 +1,9 @@
 """Requests and replies, and the dispatcher that runs the handler of each request.
 
 A handler is an `async` function that gives one reply, or an `async` generator that gives several
-(each but the last has `more` in its message). It must not block the worker's event loop: blocking
-work goes to threads, of which each kind has a limited number, so that a store that hangs delays no
-other kind. A handler raises `DieselError`; the connection logs any other exception as a bug and
-answers without its text.
+(each but the last has `more` in its message). It must not block the worker's event loop: threads do
+blocking work, a few for each kind, so a store that hangs delays only one kind. A handler raises
+`DieselError`; the connection logs any other exception as a bug and answers without its text.
 """
 
 import math
@@ -55,7 +54,7 @@ class HandlerThreads:
 
     def __init__(self, count: int) -> None:
         self._limiter = trio.CapacityLimiter(count)
-        self._unlimited = trio.CapacityLimiter(math.inf)
+        self._unlimited = trio.CapacityLimiter(math.inf)  # `_limiter` has counted already
 
     async def run(self, work: Callable[[], T]) -> T:
         """The work goes on if the client goes away. Raises as `work` does; ThreadsBusy if no thread

@@ -38,7 +38,7 @@ class RedisAddress:
     hosts: Sequence[HostPort]
     socket: str = ""
     database: int = 0
-    service: str = ""  # the name by which sentinels know the master
+    service: str = ""  # the sentinels' name for it
     tls: bool = False
     ca: str = ""
     certificate: str = ""

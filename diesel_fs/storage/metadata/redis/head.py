@@ -1,5 +1,5 @@
-"""Reads the head of a dataset in Redis: its version and counts, and the place of its state
-(`keys.py`). Nothing is cached.
+"""Reads the head of a dataset in Redis: its version, counts and generation (`keys.py`). Nothing is
+cached.
 """
 
 import re
@@ -48,7 +48,7 @@ class ScriptRejected(Exception):
 class RedisHead:
     dataset: DatasetHead
     generation: Generation
-    first: int  # the version of chunks whose record has version 0
+    first: int  # the version of chunks from a rebuild: their records have 0
     pending: Sequence[bytes]  # packed changes, committed and perhaps not applied yet
     pieces_by_bucket: Mapping[int, int]  # the number of committed pieces in each bucket
 
@@ -60,8 +60,8 @@ class HeadReader:
     def run_head_script(
         self, script: LoadedScript, keys: Sequence[bytes], *arguments: Word
     ) -> list[object]:
-        """Run a script on the head's slot. Returns the reply without its first word. Some first
-        words raise UnknownDataset, ScriptRejected or a DieselError."""
+        """Run a script on the head's slot. Returns the reply without its first word. Raises
+        UnknownDataset, ScriptRejected, DieselError."""
         (reply,) = self.link.run_scripts([_head_script(script, keys, *arguments)])
         return _check_reply(reply)
 
@@ -121,9 +121,9 @@ class HeadReader:
         return [i in lost for i in range(len(heads))]
 
     def is_unchanged(self, head: RedisHead, *, or_newer: bool = False) -> bool:
-        """Whether all that was read since `head` belongs to its version; the caller has applied the
-        pending changes before. This is sound because a commit changes the version before its pieces
-        are applied. With `or_newer`: whether the head's generation is still the dataset's. Raises
+        """Whether all that was read since `head` belongs to its version: this is still the current
+        one, and a commit changes it before its pieces are applied. `or_newer`: whether the
+        generation is still the current one. The caller has applied pending changes. Raises
         MetadataBehind if a bucket has lost pieces."""
         (lost,), key = self.have_lost_pieces([head]), DatasetKeys(head.dataset.identity).head
         name, version = listed(self.link.execute("HMGET", key, "generation", "version"))
@@ -134,6 +134,7 @@ class HeadReader:
         return or_newer or number(version) == head.dataset.version
 
     def needs_repair(self, identity: UUID) -> str:
+        """Redis's run ID, if it was not confirmed; else ""."""
         (current,) = self._run_on_head(identity, NEEDS_REPAIR)
         return octets(current).decode(errors="replace")
 

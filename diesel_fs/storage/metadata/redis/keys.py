@@ -17,8 +17,8 @@ folders are named by hashes.
                                 -> token of this state. Not derived: it cannot be rebuilt
     dfs:{head}:dead     HASH    generation -> state, `time`, buckets: being built, or to be deleted
     dfs:{head}:m:ID     HASH    the head: name, generation, buckets, version, first (the version of
-                                chunks whose record has version 0), files, bytes, chunks, digest,
-                                newest, run (the run of Redis that was last confirmed: `CONFIRM`)
+                                chunks from a rebuild, whose records have 0), files, bytes,
+                                chunks, digest, newest, run (that of Redis, as last confirmed)
     dfs:{head}:c:ID     HASH    chunk -> `CHUNK` and where its pieces are (`PieceCounts`)
     dfs:{head}:t:ID     HASH    bucket -> "pieces files bytes", the counts that it last reported;
                                 n, bucket -> number of committed pieces: a bucket that has fewer
@@ -263,7 +263,7 @@ class ChunkFacts(NamedTuple):
 
 
 def unpack_chunk(packed: bytes, first: int, buckets: int) -> ChunkFacts:
-    """`first` is the version of a chunk whose record has version 0. Raises CorruptError."""
+    """`first` replaces the version 0 of a chunk from a rebuild. Raises CorruptError."""
     if len(packed) < CHUNK.size:
         raise corrupt_store_error("a chunk's record that is too short")
     object_bytes, uploaded_ns, entries, version = CHUNK.unpack_from(packed)

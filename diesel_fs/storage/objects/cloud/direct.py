@@ -9,7 +9,7 @@ from .opening import open_buckets_by
 
 
 def open_buckets_directly() -> None:
-    """Sends nothing."""
+    """To be called before `open_objects`. Sends nothing."""
     open_buckets_by(_open)
 
 
