@@ -410,7 +410,7 @@ def _built(changes: MetadataChanges, previous: Snapshot | None) -> Snapshot:
 def _differences(actual: Snapshot, expected: Snapshot) -> Iterator[str]:
     diff = diff_snapshots(actual, expected)
     lines = [
-        f"{shown(expected.path(i))} is " + ("another" if diff.same_path[i] >= 0 else "missing")
+        f"{shown(expected.path(i))} is " + ("different" if diff.same_path[i] >= 0 else "missing")
         for i in np.flatnonzero(diff.unchanged < 0).tolist()
     ]
     superfluous = np.ones(len(actual), np.bool_)

@@ -154,8 +154,8 @@ class _Milliseconds(click.types.FloatParamType):
 )  # fmt: skip
 @option(
     "--evict", type=click.Choice(NAMES), multiple=True, default=NAMES,
-    help="Which policies to compare: of the cache of chunks, or `order`, the order log on the SSD."
-    " May be given several times.  [default: all; `order` only with --cache-size]",
+    help="Eviction policies to compare; `order` is the order log, a cache on the SSD in reading"
+    " order. May be given several times.  [default: all; `order` only with --cache-size]",
 )  # fmt: skip
 @option(
     "--order", type=file_path, metavar="FILE",
@@ -167,7 +167,7 @@ class _Milliseconds(click.types.FloatParamType):
 )  # fmt: skip
 @option(
     "--html", type=file_path, metavar="FILE",
-    help="Draw all that into this file, a page that needs no other.",
+    help="Write the result with charts into this file, a self-contained page.",
 )  # fmt: skip
 def forecast(
     target: Address, job: Values, machine: Values, store: Values,

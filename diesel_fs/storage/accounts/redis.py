@@ -44,7 +44,7 @@ class RedisAccounts(AccountTable):
             account = parse_account(line, f"{self._link.address}, {USERS_KEY.decode()}")
             if account.name.encode() != field:
                 raise CorruptError(
-                    f"{self._link.address}: the account of {account.name!r} has another user's key"
+                    f"{self._link.address}: the account of {account.name!r} lies under another name"
                 )
             accounts[account.name] = account
         return AccountState(token, accounts)

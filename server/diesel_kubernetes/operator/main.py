@@ -70,8 +70,8 @@ CONTAINER = "operator"
     metavar="NAME",
     default="diesel-system",
     show_default=True,
-    help="Namespace of the CSI driver, in which each node reports what it holds of datasets. Empty:"
-    " shares of nodes are estimates, by where pods run.",
+    help="Namespace of the CSI driver, in which each node reports what it holds of datasets. If"
+    " empty, this is estimated from the nodes on which pods ran.",
 )
 @click.option(
     "--workers",
