@@ -215,6 +215,7 @@ def forecast(
     with shown_progress(f"forecast {target}", "steps") as show:
         found = compare(Comparison.run, comparisons, files, given, show)
         sizes = compare(Comparison.size, comparisons, files, given, show) if smallest else []
+    # The last: whether one machine suffices
     options = ForecastOptions(
         str(target), size_text(each_machine.memory_bytes), size_text(each_machine.cache_bytes),
         given is not None, each_machine.node(ORDER_LOG, files).window_bytes >= files.bytes,

@@ -18,7 +18,7 @@ from .authentication import TableAuthenticator
 _THREADS = 48
 
 Work = Callable[[DirectAdministration, Fields, memoryview], bytes | None]
-"""Returns the payload of the reply; None after a change."""
+"""Gets the request's own fields. Returns the payload of the reply; None after a change."""
 
 
 def account_handlers(login: TableAuthenticator) -> Mapping[str, Handler]:
