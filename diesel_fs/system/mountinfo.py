@@ -74,14 +74,14 @@ class FileSystem:
 def file_system_of(path: Path, table: bytes | None = None) -> FileSystem:
     """`path` may be missing. `table` is the text of a mountinfo file (None: this process's)."""
     real = os.path.realpath(path)
-    holder, longest = FileSystem("", frozenset()), -1
-    for mount in mounts() if table is None else parse_mounts(table):
-        is_inside = real == mount.path or real.startswith(mount.path.rstrip("/") + "/")
-        # Of equal paths, the later hides the earlier, unless it was moved beneath it
-        if is_inside and len(mount.path) >= longest:
-            longest = len(mount.path)
-            holder = FileSystem(mount.kind, mount.options)
-    return holder
+    entries = [*(mounts() if table is None else parse_mounts(table))]
+    around = [
+        each.path
+        for each in entries
+        if real == each.path or real.startswith(each.path.rstrip("/") + "/")
+    ]
+    found = topmost_at(max(around, key=len, default=""), entries)
+    return FileSystem("", frozenset()) if found is None else FileSystem(found.kind, found.options)
 
 
 def _unescaped(field: bytes) -> str:

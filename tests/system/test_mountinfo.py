@@ -1,6 +1,8 @@
 """Which file system is mounted at a path, by the text of a mountinfo file."""
 
-from diesel_fs.system.mountinfo import parse_mounts, topmost_at
+from pathlib import Path
+
+from diesel_fs.system.mountinfo import file_system_of, parse_mounts, topmost_at
 
 STACKED = rb"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 40 61 0:50 / /mnt ro,nosuid shared:1 - erofs pets@7 ro,user_xattr
@@ -25,3 +27,9 @@ def test_the_topmost_mount_of_a_path_has_no_other_mounted_in_it() -> None:
         assert found.source == "pets@7"
         assert topmost_at("/", ordered) == entries[0]
         assert topmost_at("/other", ordered) is None
+
+
+def test_the_file_system_of_a_path_is_that_of_the_topmost_mount() -> None:
+    assert file_system_of(Path("/mnt/x"), STACKED).options == {"ro", "user_xattr"}
+    assert file_system_of(Path("/a b"), STACKED).kind == "tmpfs"
+    assert file_system_of(Path("/else"), STACKED).kind == "ext4"
