@@ -122,7 +122,7 @@ def kernel_reads(bench: Workbench) -> list[Row]:
         def run(options: tuple[str, ...], readers: int) -> dict[str, float]:
             [order] = data.orders(OURS, 1)
             with data.opened(OURS, *options) as tree:
-                if options == KERNEL and tree.mount is not None:
+                if tree.mount is not None:
                     tree.mount.stop_pushing()
                 report = bench.read_epoch(order, readers=readers, walk=tree.root)
                 return {RATE: report.files_per_s, READS: tree.reads() / data.shape.files}
