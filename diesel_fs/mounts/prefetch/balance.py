@@ -38,8 +38,10 @@ small changes of rates and costs must not cancel reads under way."""
 COSTS_FRESH_S = 0.25
 """A cost is predicted again after this time: measured rates may have changed, and contents
 moved."""
-RATE_GUESSED = 1_000.0
-"""Files per second that a reader is assumed to read before any has given signs."""
+RATE_GUESSED = 200.0
+"""Files per second that a reader is assumed to read before any has given signs. The guess is low: a
+fast reader soon gives a sign, a slow one does not. With a high guess, files far ahead of other
+readers would go before those that a reader waits for now, if these seem to arrive later."""
 WAITED_S_MIN = 0.005
 """A longer push has probably waited for its contents: with them, 4 MiB take half of this time."""
 

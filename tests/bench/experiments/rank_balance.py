@@ -183,7 +183,7 @@ def measure(bench: Workbench) -> list[Row]:
             BY_TURNS: lambda: setting.run(setting.cache, by_turns=True),
             NO_MISS: lambda: setting.run(setting.full_cache),
         }
-        rounds = alternate(min(bench.rounds, 3), sides)
+        rounds = alternate(bench.rounds, sides)
     name = f"{RANKS} ranks in lockstep, one misses all its files"
     how = f"batches of {BATCH} files of 110 KiB, {COMPUTE_S} s for the model"
 

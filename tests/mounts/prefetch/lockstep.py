@@ -19,7 +19,6 @@ from .simulated_kernel import make_planner, stream
 
 RANKS = 8
 FILE_BYTES = 110 << 10
-MEMORY_PART = 0.25  # of the dataset
 CHUNK_FILES = BATCH = 32
 AHEAD_BYTES = 32 << 20
 UNITS_AHEAD = 16
@@ -63,6 +62,7 @@ class Job:
     places: Sequence[Place]  # of each rank's files
     files: int = 1_920
     compute_s: float = 0.06
+    memory_part: float = 0.25  # of the dataset
     costs: Callable[["Job"], UnitCosts] | None = None
     stands_still: int = -1  # a rank that never reads; the others do not wait for it
     change: Callable[["Job", int], None] | None = None  # called at the start of each iteration
@@ -76,7 +76,7 @@ class Job:
         count = RANKS * self.files
         self.planner = make_planner(
             count,
-            MEMORY_PART,
+            self.memory_part,
             chunk_entries=CHUNK_FILES,
             file_bytes=FILE_BYTES,
             costs=self.costs(self) if self.costs else None,

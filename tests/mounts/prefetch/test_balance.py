@@ -2,6 +2,7 @@
 rank with slow files delays the others little (Lobster, section 4.2)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -76,6 +77,28 @@ def test_a_rank_is_balanced_again_when_its_files_become_slow() -> None:
     without = Job(unlucky(), change=swap).run().gaps_s()
     assert gaps.mean() < without.mean() / 2
     assert (gaps[45:] < 0.001).all()
+
+
+def test_late_reads_at_the_start_delay_nobody_longer_than_by_turns() -> None:
+    """No reader has given a sign yet, and the first read of each of three ranks comes late. These
+    ranks do not wait for files that the others read much later."""
+
+    def end_s(*, is_balanced: bool) -> float:
+        places = unlucky(60e6)
+        places[1:4] = [_LateOnce(0.002, 1.2e9, 1e9) for _ in range(3)]
+        costs = (lambda job: job.true_costs) if is_balanced else None
+        return Job(places, files=640, memory_part=6, costs=costs).run().now_s
+
+    assert end_s(is_balanced=True) < end_s(is_balanced=False)
+
+
+@dataclass
+class _LateOnce(Place):
+    has_been_late: bool = False
+
+    def read(self, size: int, now_s: float) -> float:
+        late_s, self.has_been_late = 0.0 if self.has_been_late else 0.4, True
+        return super().read(size, now_s) + late_s
 
 
 def test_a_stream_that_stands_still_does_not_block_others() -> None:
