@@ -313,8 +313,8 @@ static void *accept_all(void *given) {
 }
 
 int main(int count, char **words) {
-    if (count != 4) {
-        fprintf(stderr, "usage: store FOLDER DELAY_US BYTES_PER_S\n");
+    if (count != 5) {
+        fprintf(stderr, "usage: store FOLDER DELAY_US BYTES_PER_S ADDRESS\n");
         return 2;
     }
     root = words[1];
@@ -322,7 +322,7 @@ int main(int count, char **words) {
     bytes_per_s = strtoull(words[3], NULL, 10);
     signal(SIGPIPE, SIG_IGN);
     prctl(PR_SET_TIMERSLACK, 1000); /* the delay shall be what it says */
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = inet_addr(words[4])};
     socklen_t size = sizeof address;
     int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (listener < 0 || bind(listener, (struct sockaddr *)&address, size) < 0 ||

@@ -50,7 +50,9 @@ class Store:
 
 
 @contextmanager
-def serving(folder: Path, *, delay_s: float, bytes_per_s: float) -> Iterator[Store]:
+def serving(
+    folder: Path, *, delay_s: float, bytes_per_s: float, address: str = "127.0.0.1"
+) -> Iterator[Store]:
     """Serve the present and future files in a new folder `BUCKET` of a folder.
 
     Each request takes at least `delay_s`, and all connections share `bytes_per_s`. The server ends
@@ -59,13 +61,13 @@ def serving(folder: Path, *, delay_s: float, bytes_per_s: float) -> Iterator[Sto
     bucket = folder / BUCKET
     bucket.mkdir()
     program = compiled(_SOURCE, folder, "-pthread")
-    words = [str(program), str(folder), str(round(delay_s * 1e6)), str(round(bytes_per_s))]
+    words = [str(program), str(folder), str(round(delay_s * 1e6)), str(round(bytes_per_s)), address]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             port = int(process.stdout.readline())
-            yield Store(f"http://127.0.0.1:{port}", bucket)
+            yield Store(f"http://{address}:{port}", bucket)
         finally:
             process.stdin.close()
             try:
