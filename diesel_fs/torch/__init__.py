@@ -1,10 +1,9 @@
-"""For PyTorch: datasets, samplers and loaders, and the announcement of a script's reads to mounts.
+"""Datasets, samplers and loaders for PyTorch, and the announcement of a script's reads to mounts.
 
-Torch is imported only when one of the names of `_MODULE_OF` is used. `dlcmd run` puts `hook/` into
-the processes of a training command; the hook needs only Python's standard library. `planner/` turns
-the hooks' messages into plans for the mounts. `join` does the work of `dlcmd run` from inside a
-script. `fsspec.py` is the file system `diesel://`, through which pandas and others read datasets.
-README.md is the page for users.
+`dlcmd run` puts `hook/` into the processes of a training command; `join` does its work from inside
+a script. `planner/` turns the hooks' messages into plans for the mounts. `fsspec.py` is the file
+system `diesel://`. README.md is the page for users. Torch is imported only when a name of
+`_MODULE_OF` is used.
 """
 
 from importlib import import_module
@@ -32,8 +31,7 @@ _MODULE_OF = {
     "Loss": "importance",
     "ManifestFolder": "manifest_folder",
 }
-"""The module of each exported name. It is imported when the name is first used, since it needs
-torch."""
+"""The module of each exported name that needs torch."""
 
 __all__ = ["join", *_MODULE_OF]  # noqa: PLE0604  # all of it is text
 

@@ -1,9 +1,7 @@
 """`DieselDataset`: the samples of a dataset for PyTorch, without a mount.
 
-The samples are the files of class folders, as in torchvision's `ImageFolder`, or of a manifest.
-
-A `DieselDataset` stays at the version at which it was opened. Several threads may read it. A forked
-child may go on reading. A process that unpickles it opens the same version anew.
+It stays at the version at which it was opened. Several threads may read it, and a forked child may
+go on reading. A process that unpickles it opens the same version anew.
 """
 
 import inspect
@@ -42,8 +40,6 @@ Content = bytes | memoryview
 
 
 class ConnectKwargs(TaskKwargs, total=False):
-    """The named arguments of `diesel_fs.connect`."""
-
     url: str | None
     user: str | None
     key: str | None
@@ -63,9 +59,9 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
     """The images below a folder, with its subfolders as classes; or the files and targets of a
     manifest.
 
-    Samples, classes, their order and the arguments are those of torchvision's `ImageFolder`, with
-    two exceptions: `loader` is called with the content of a file and not with its path
-    (`loader=bytes` returns the content itself), and `extensions` chooses files other than images.
+    Samples, classes and arguments are those of torchvision's `ImageFolder`, with two exceptions:
+    `loader` is called with a file's content instead of its path (`loader=bytes` returns the content
+    itself), and `extensions` chooses files other than images.
     """
 
     def __init__(
@@ -84,19 +80,18 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
     ) -> None:
         """Open `root`, which is `"DATASET"`, `"DATASET/FOLDER"` or `"DATASET@VERSION/FOLDER"`.
 
-        `is_valid_file` is called with the path of a file in the dataset. `extensions` are lower
-        case; None means those of images, unless `is_valid_file` is given. `options` are those of
+        `is_valid_file` is called with a file's path in the dataset. `extensions` are lower case;
+        None means those of images, unless `is_valid_file` is given. `options` are those of
         `diesel_fs.connect`; with several workers, `task=NAME` lets all processes of a node share
         one cache of chunks.
 
-        With `manifest=True` the samples are those of the manifest that `dlcmd put --manifest` has
-        stored in `root`, in the manifest's order. If `manifest` is text, it is the path of another
-        manifest below `root`. `classes` are the different targets of the manifest. A sample's
-        target is an index of `classes`, or the result of `target_loader` (such as `int`, `float`,
-        `str`) for the target's text. If the targets are files, a sample's target is the file's
-        content as bytes, or the result of `target_loader` for it.
+        With `manifest=True` the samples are those of the manifest in `root`; if `manifest` is text,
+        it is the path of another manifest below `root`. `classes` are the manifest's different
+        targets. A sample's target is an index of `classes`, or, if the targets are files, the
+        content of the target's file as bytes. `target_loader` makes another target from the
+        target's text or content.
 
-        Raises NoSuchPath (a FileNotFoundError) if there are no classes, or classes without files
+        Raises NoSuchPath (a FileNotFoundError) if there are no classes, if a class has no files
         unless `allow_empty`, or if a file of the manifest is missing; UsageError for arguments that
         do not fit together; and as `connect`.
         """
@@ -147,7 +142,7 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
 
     @property
     def samples(self) -> Sequence[tuple[str, int]]:
-        """The path of each sample in the dataset, and its target. Rows are made on access."""
+        """The path of each sample in the dataset, and its target, made on access."""
         return LazyRows(len(self), self._rows)
 
     imgs = samples
@@ -184,8 +179,7 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return self._made(at, self._dataset.get(int(self._samples.entries[at])))
 
     def __getitems__(self, indices: list[int]) -> list[tuple[object, object]]:
-        """The samples of a batch with their targets, read at once. `DataLoader` calls it. Raises as
-        `__getitem__`."""
+        """The samples of a batch with their targets, read at once. Raises as `__getitem__`."""
         everything = range(len(self))
         wanted = [everything[index] for index in indices]
         self._about_to_read(wanted)
@@ -210,7 +204,7 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
     def announce(self, order: Indices, ends: Indices) -> None:
         """Announce that this process will read these samples in this order, in groups that end at
         the positions `ends`. Each chunk is then loaded once for its group. An empty order withdraws
-        the announcement. `ChunkShuffleSampler` calls it when an epoch begins."""
+        the announcement."""
         self._order = (os.getpid(), order, ends) if len(order) else None
 
     def close(self) -> None:
@@ -273,9 +267,9 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
 
     def _about_to_read(self, samples: list[int]) -> None:
         """Raise NoSuchPath if one of the samples is a dangling link. If the samples begin the
-        announced order, load chunks in that order from now on. A worker process reads only some of
-        an order's samples: so it loads chunks in no order, and drops the one that its parent has
-        used."""
+        announced order, load chunks in that order from now on. A forked worker reads only some of
+        an order's samples, so it loads chunks in no order, and drops the order that its parent
+        follows."""
         for at in self._samples.broken.intersection(samples):
             [(path, _)] = self._rows(range(at, at + 1))
             raise NoSuchPath(

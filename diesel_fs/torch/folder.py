@@ -1,11 +1,11 @@
 """Finds the samples of a folder in a snapshot: by its class folders, or by a manifest.
 
-Without a manifest, as in torchvision's `ImageFolder`: the folders in `root` are the classes, sorted
-by name, and each file below a class folder is a sample if its name is wanted. A class's samples are
-sorted by the path of their folder, then by name (as text, so `a-b` stands between `a` and `a/c`).
-Links are followed inside the dataset; a dangling link is a sample that cannot be read.
+Class folders follow torchvision's `ImageFolder`: the folders in `root` are the classes, sorted by
+name. A class's samples are sorted by the path of their folder, then by name (as text, so `a-b`
+stands between `a` and `a/c`). Links are followed inside the dataset; a dangling link is a sample
+that cannot be read.
 
-The samples are kept as an array of entry numbers, even of millions of files. Paths and targets are
+Samples are kept as an array of entry numbers, since there may be millions. Paths and targets are
 made on access.
 """
 
@@ -27,7 +27,7 @@ from ..format.snapshot.reader import ROOT_INDEX, Snapshot
 from ..names import shown
 
 IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""The file name extensions that torchvision takes, in upper or lower case."""
+"""The extensions that torchvision takes, in upper or lower case."""
 
 _LINKS_MAX = 40  # as in Linux: a path through more links counts as a loop
 _BATCH = 4096  # rows made at once
@@ -42,14 +42,12 @@ class FolderSamples:
 
     classes: list[str]
     entries: npt.NDArray[np.int32]
-    """The entry of each sample: a file, or a dangling link."""
+    """The entry of each sample. Samples that are dangling links are `broken`."""
     broken: frozenset[int]
-    """The samples that are dangling links."""
     class_ends: list[int]
-    """For each class, the position after its last sample."""
+    """The position after each class's last sample."""
     linked: dict[int, str] = field(default_factory=dict)
-    """The path of each sample that is reached through a link. Others have the path of their
-    entry."""
+    """The path of each sample that is reached through a link. Others have their entry's path."""
 
     def target(self, sample: int) -> int:
         return bisect_right(self.class_ends, sample)
@@ -61,15 +59,14 @@ class FolderSamples:
 
 @dataclass(frozen=True, slots=True)
 class ManifestSamples:
-    """The samples of a manifest, in its order. The fields `broken` and `linked` are empty: they are
-    there for the callers of `FolderSamples`."""
+    """The samples of a manifest, in its order. `broken` and `linked` are empty: they are there for
+    code that takes either class."""
 
     classes: list[str]
     """The different targets, as text."""
     entries: npt.NDArray[np.int32]
-    """The entry of each sample."""
     numbers: npt.NDArray[np.int32]
-    """The target of each sample, as an index of `classes`."""
+    """Each sample's target, as an index of `classes`."""
     target_entries: npt.NDArray[np.int32] | None
     """The entry of each of `classes` if the targets are files, otherwise None."""
     broken: frozenset[int] = frozenset()
@@ -131,9 +128,9 @@ def find_samples(
     """Find the samples of the class folders in `root`. Either `extensions` chooses files by their
     names, or `is_valid_file` by their paths in the dataset.
 
-    Raises NoSuchPath (a FileNotFoundError) if there is no class, or a class without samples unless
-    `allow_empty`; UsageError if `extensions` and `is_valid_file` are both given or both None, if
-    `root` is not a folder, and if a link leads to a folder that contains it.
+    Raises NoSuchPath (a FileNotFoundError) if there is no class, or, unless `allow_empty`, a class
+    without samples; UsageError if both `extensions` and `is_valid_file` are given or None, if
+    `root` is not a folder, or if a link leads to a folder that contains it.
     """
     if (extensions is None) == (is_valid_file is None):
         raise UsageError("give either `extensions` or `is_valid_file`, not both and not neither")
@@ -166,8 +163,8 @@ def find_samples(
 
 
 def named_samples(snapshot: Snapshot, folder: bytes, manifest: Manifest) -> ManifestSamples:
-    """The samples of a manifest, with paths relative to `folder`. If files are missing, raises
-    NoSuchPath (a FileNotFoundError) with the first such line of the manifest."""
+    """The samples of a manifest, with paths relative to `folder`. Raises NoSuchPath (a
+    FileNotFoundError) with the first line that names a missing file."""
     found = find_named(manifest, snapshot, folder)
     for fault in found.faults:
         more = f" ({found.fault_count:,} lines have such a fault)" if found.fault_count > 1 else ""
@@ -178,7 +175,7 @@ def named_samples(snapshot: Snapshot, folder: bytes, manifest: Manifest) -> Mani
 
 
 class _Walk:
-    """Collects the samples of one class after the other, in `parts` and `linked`."""
+    """Collects the samples of one class after the other."""
 
     def __init__(
         self,
@@ -254,8 +251,8 @@ class _Walk:
 
 
 def resolved(snapshot: Snapshot, entry: int) -> int:
-    """The entry to which the link `entry` leads, or `entry` itself if it is no link. -1 if the link
-    is dangling, or leads out of the dataset; also if `entry` is -1."""
+    """The entry to which the link `entry` leads, or `entry` itself if it is no link. The result is
+    -1 if the link is dangling or leads out of the dataset, or if `entry` is -1."""
     left = _LINKS_MAX
     while entry >= 0 and snapshot.stat(entry).kind == Kind.LINK:
         target, folder = snapshot.link(entry), snapshot.parent(entry)

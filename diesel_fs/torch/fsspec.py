@@ -1,15 +1,14 @@
-"""The file system `diesel://` for fsspec, through which pandas, pyarrow, Hugging Face `datasets`,
-zarr and others read datasets without a mount. README.md explains URLs and options.
+"""The file system `diesel://` for fsspec, through which pandas, pyarrow, zarr and others read
+datasets without a mount. README.md explains URLs and options.
 
-A path of this file system is a URL without its protocol: `DATASET/path`, or
-`HOST:PORT/DATASET/path`. The server is a part of the path, not only an option, since many callers
-keep only URLs, and open them with a file system of their own.
+A path here is a URL without its protocol: `DATASET/path`, or `HOST:PORT/DATASET/path`. The server
+is a part of the path, not only an option, since many callers keep only URLs, and open them with a
+file system of their own.
 
-fsspec makes an instance of a file system for each thread. Instances with the same options share
-their open datasets, which are kept in `_open` for the whole process; many threads and forked
-children may read these.
+fsspec makes an instance for each thread. Instances with the same options share their open datasets
+(`_open`), which many threads and forked children may read.
 
-fsspec ships no types, and is an optional dependency. Torch is not imported.
+fsspec is an optional dependency. Torch is not imported.
 """
 
 import errno
@@ -45,13 +44,12 @@ except ImportError as error:
 log = logging.getLogger("diesel.fsspec")
 
 BLOCK_BYTES = 256 << 10
-"""The bytes that fsspec reads ahead at a time in an open file. Its default of 5 MiB would load and
-copy a second chunk for most reads; and whole chunks stay in the dataset's memory anyway."""
+"""The bytes that fsspec reads ahead in an open file. Its default of 5 MiB would load and copy a
+second chunk for most reads; and whole chunks stay in the dataset's memory anyway."""
 
 WHOLE_BYTES_MAX = 4 << 20
-"""`cat_ranges` reads files up to this size whole. A file up to a chunk's default size is mostly one
-extent, and a read of a part of an extent reads all of it, since its checksum is that of the
-whole."""
+"""`cat_ranges` reads files up to this size, the default size of a chunk, whole. Such a file is
+mostly one extent, and any read of an extent reads all of it to verify its checksum."""
 
 _LINE_BYTES = 4096  # read at a time to find the end of a line
 _BELOW_A_FILE = -2  # a result of `_follow`
@@ -60,12 +58,12 @@ _OF_FSSPEC = {
     *("asynchronous", "loop", "batch_size", "use_listings_cache", "listings_expiry_time"),
     *("max_paths", "skip_instance_cache", "default_block_size", "default_cache_type"),
 }
-"""The options of every fsspec file system. Those about listings have no effect here."""
+"""The options of every fsspec file system. Those about listings have no effect."""
 
 _OPTIONS = ("repository", "user", "key", "memory_bytes", *sorted(TaskKwargs.__optional_keys__))
 
 _SECRETS = {"key": "DIESEL_KEY", "task_key": "DIESEL_TASK_KEY"}
-"""The options that are secrets, and the environment variable of each."""
+"""The secret options, and the environment variable of each."""
 
 _Key = tuple[str, str, str]  # the options as a token; the server, or ""; the dataset as in the path
 _open: dict[_Key, Dataset] = {}  # of all instances; changed with `_opening` held, or by `close`
@@ -87,8 +85,6 @@ class _Address(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A file or folder, after links were followed."""
-
     dataset: Dataset
     view: Snapshot  # the version in which it was found
     number: int  # its entry in that version
@@ -113,13 +109,13 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         memory_bytes: int | None = None,
         **options: object,
     ) -> None:
-        """The arguments are those of `diesel_fs.connect` and of any fsspec file system.
-        `repository` is the `url` of `connect`. It is not called `url`, because fsspec's `url_to_fs`
-        has an argument of that name. Nothing is opened before the first use.
+        """Take the arguments of `diesel_fs.connect` and of any fsspec file system. `repository` is
+        the `url` of `connect`, since fsspec's `url_to_fs` has an argument `url`. Nothing is opened
+        before the first use.
 
         Other options are ignored, since libraries pass one protocol's options to all protocols; a
-        name that is nearly one of the known options causes a warning. Raises UsageError for `url`
-        and for `fo` (a file system below this one).
+        name that is nearly a known one causes a warning. Raises UsageError for `url` and for `fo`
+        (a file system below this one).
         """
         if "fo" in options:
             raise UsageError("diesel:// cannot be opened on top of another file system")
@@ -139,9 +135,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         self._token: str = tokenize(repository, user, key, memory_bytes, self._task)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickles the options without secrets, which the other process takes from its environment.
-        Raises UsageError if a secret option differs from the variable in this process's
-        environment."""
+        """Pickle the options without secrets, which the other process takes from its environment.
+        Raises UsageError if a secret differs from this process's environment variable."""
         known = _OF_FSSPEC.union(_OPTIONS)  # options that are not known may hold a secret
         options = {name: each for name, each in self.storage_options.items() if name in known}
         secrets = dict(_SECRETS)
@@ -160,7 +155,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
 
     @classmethod
     def _strip_protocol(cls, path: object) -> object:
-        """The path that a URL names, without slashes at its ends or in a row."""
+        """The path that a URL names, without outer or repeated slashes."""
         if isinstance(path, list):
             return [cls._strip_protocol(each) for each in path]
         text = stringify_path(path)
@@ -169,8 +164,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return "/".join(filter(None, text.split("/"))) if "//" in text else text.strip("/")
 
     def _address(self, path: str) -> _Address:
-        """Split a path into its parts. Raises UsageError for a bad server, or one that contradicts
-        the options, and FileNotFoundError for a name that no dataset can have."""
+        """Split a path into its parts. Raises UsageError for a server that is malformed or
+        contradicts the options, and FileNotFoundError for a name that no dataset can have."""
         first, _, rest = path.partition("/")
         server = ""
         if ":" in first:
@@ -201,8 +196,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return _Address(server, first, rest)
 
     def _dataset(self, address: _Address) -> Dataset:
-        """The open dataset of an address; opens it if needed. Raises FileNotFoundError,
-        PermissionError, and as `connect`."""
+        """The dataset of an address, opened if needed. Raises FileNotFoundError, PermissionError,
+        and as `connect`."""
         key = (self._token, address.server, address.dataset)
         if (found := _open.get(key)) is not None:
             return found
@@ -222,8 +217,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
 
     def _find(self, path: str) -> _Entry:
         """The entry of a path, with links followed. If the open version has none, tries the current
-        version. Raises FileNotFoundError; NotAFolder (a subclass of it and of NotADirectoryError)
-        if the path goes on below a file; IsADirectoryError for a repository's root."""
+        version. Raises FileNotFoundError; NotAFolder (a subclass of it) if the path goes on below a
+        file; IsADirectoryError for a repository's root."""
         address = self._address(path)
         if not address.dataset:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -272,7 +267,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         self, path: str, detail: bool = True, **kwargs: object
     ) -> list[dict[str, object]] | list[str]:
         """The entries of a folder, or the datasets of a repository; for a file, the file itself.
-        With `detail` as from `info`, otherwise only paths. Raises FileNotFoundError."""
+        With `detail` each is a result of `info`, otherwise a path. Raises FileNotFoundError."""
         path = self._text(path)
         address = self._address(path)
         if not address.dataset:
@@ -289,8 +284,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return [_listed(each, view, i) for each, i in zip(paths, children, strict=True)]
 
     def exists(self, path: str, **kwargs: object) -> bool:
-        """Whether there is such an entry. Unlike fsspec's own method, raises an error if that
-        cannot be known."""
+        """Whether there is such an entry. Unlike fsspec's method, raises an error if that is not
+        known."""
         try:
             self.info(path)
         except FileNotFoundError:
@@ -298,7 +293,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return True
 
     def isfile(self, path: str) -> bool:
-        """Whether a path is a file. Unlike fsspec's own method, raises an error if that cannot be
+        """Whether a path is a file. Unlike fsspec's method, raises an error if that is not
         known."""
         return self.exists(path) and self.info(path)["type"] == "file"
 
@@ -323,7 +318,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
 
     def ukey(self, path: str) -> str:
         """A text that changes if the file's content does. It is made from checksums in the
-        snapshot, so the content is not read."""
+        snapshot, without reading the content."""
         _, view, index = self._find(self._text(path))
         status = view.stat(index)
         checksums = [extent.checksum for extent in view.extents(index)]
@@ -334,8 +329,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return int(self.ukey(path), 16)
 
     def invalidate_cache(self, path: str | None = None) -> None:
-        """Move the dataset of a path on to its current version; without a path, all datasets that
-        are open with these options. A dataset that was opened at a fixed version stays there."""
+        """Move the dataset of a path on to its current version; without a path, all open datasets
+        with these options. A dataset that was opened at a fixed version stays there."""
         super().invalidate_cache(path)
         address = None if path is None else self._address(self._text(path))
         for (token, server, name), dataset in [*_open.items()]:
@@ -344,8 +339,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
                 dataset.refresh()
 
     def close(self) -> None:
-        """Release all datasets that are open with these options, including those that other threads
-        use. The next use of one opens it again."""
+        """Release all datasets that are open with these options, even if other threads use them.
+        The next use opens them again."""
         for key in [key for key in _open if key[0] == self._token]:
             if (dataset := _open.pop(key, None)) is not None:
                 dataset.close()
@@ -355,7 +350,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: object
     ) -> bytes:
-        """The content of a file from `start` to before `end`, which are like those of a slice."""
+        """The content of a file from `start` to before `end`, as in a slice."""
         entry = self._find_file(self._text(path))
         if start is None and end is None:
             return entry.dataset.get(entry.path)
@@ -371,9 +366,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         **kwargs: object,
     ) -> bytes | dict[str, bytes | Exception]:
         """The content of one file. For a list of paths, a pattern or `recursive` (which reads all
-        files of a folder), a dict of contents by path; chunks are then loaded ahead. For a file
-        that cannot be read, `on_error` is "raise", "omit" or "return" (the exception as the
-        value)."""
+        files of a folder), a dict of contents by path; chunks are then loaded ahead. For an
+        unreadable file, `on_error` is "raise", "omit" or "return" (the exception as the value)."""
         paths: list[str] = self.expand_path(path, recursive=recursive)
         if not isinstance(path, list) and paths == [self._strip_protocol(path)] and not recursive:
             return self.cat_file(paths[0], **kwargs)  # type: ignore[arg-type]  # start and end
@@ -402,9 +396,9 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         on_error: str = "return",
         **kwargs: object,
     ) -> list[bytes | Exception]:
-        """A part of each of `paths`, in order: from its start to before its end, which are like
-        those of a slice. With `on_error="return"` the exception takes the place of a part that
-        cannot be read. (`max_gap` has no effect: the reader itself merges neighbouring ranges.)"""
+        """A part of each of `paths`, in order: from its start to before its end, as in a slice.
+        With `on_error="return"` the exception takes the place of an unreadable part. (`max_gap` has
+        no effect: the reader itself merges neighbouring ranges.)"""
         firsts = [*starts] if isinstance(starts, Sequence) else [starts] * len(paths)
         stops = [*ends] if isinstance(ends, Sequence) else [ends] * len(paths)
         if not len(firsts) == len(stops) == len(paths):
@@ -436,7 +430,6 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return view.size(index) <= WHOLE_BYTES_MAX
 
     def _contents(self, paths: Iterable[str]) -> Iterator[bytes | Exception]:
-        """For each path in order, the content of its file or the error."""
         found: list[_Entry | Exception] = []
         for path in paths:
             try:
@@ -458,7 +451,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return DieselFile(self, path, mode, *arguments, **kwargs)
 
     def content(self, path: str) -> EntryFile:
-        """A reader of the file's content, which stays at the present version. Raises as `open`."""
+        """A reader of the file's content at the present version. Raises as `open`."""
         entry = self._find_file(path)
         return entry.dataset.open(entry.path)
 
@@ -479,7 +472,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
 
 
 class DieselTlsFileSystem(DieselFileSystem):
-    """The file system of servers with TLS, whose URLs are `diesel+tls://HOST:PORT/DATASET/path`."""
+    """The file system of servers with TLS (`diesel+tls://HOST:PORT/DATASET/path`)."""
 
     protocol = "diesel+tls"
 
@@ -492,8 +485,8 @@ class DieselFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no
     def __init__(
         self, fs: DieselFileSystem, path: str, *arguments: object, **kwargs: object
     ) -> None:
-        """An unpickled file passes its former `size`, which is ignored: the file may have another
-        size now."""
+        """Open `path`. An unpickled file passes its former `size`, which is ignored: the file may
+        have another size now."""
         self._content = fs.content(path)
         super().__init__(fs, path, *arguments, **{**kwargs, "size": self._content.size})
 
@@ -501,8 +494,7 @@ class DieselFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no
         return bytes(self._content.read_at(start, end - start))
 
     def readline(self, size: int | None = -1, /) -> bytes:
-        """The next line, up to `size` bytes. fsspec's own method copies a whole block for each
-        line."""
+        """The next line, up to `size` bytes. fsspec's method copies a whole block for each line."""
         start = self.tell()
         line: bytes = self.readuntil(b"\n", blocks=_LINE_BYTES)
         if size is not None and 0 <= size < len(line):
@@ -520,9 +512,8 @@ def _absent(path: str) -> FileNotFoundError:
 
 
 def _follow(view: Snapshot, path: bytes) -> int:
-    """The entry of a path, with links followed as the kernel follows them; -1 if there is none,
-    _BELOW_A_FILE if the path goes on below a file. A link that leads out of the dataset counts as
-    dangling."""
+    """The entry of a path, with links followed as by the kernel; -1 if there is none, _BELOW_A_FILE
+    if the path goes on below a file. A link that leads out of the dataset counts as dangling."""
     index = view.lookup(path)
     if index >= 0 and view.stat(index).kind != Kind.LINK:
         return index
@@ -554,8 +545,7 @@ _TYPES = {Kind.FILE: ("file", stat.S_IFREG), Kind.FOLDER: ("directory", stat.S_I
 
 
 def _described(path: str, view: Snapshot | None, index: int) -> dict[str, object]:
-    """The result of `info` for a file or folder; without a view, for a dataset or the
-    repository."""
+    """The result of `info`; without a view, for a dataset or the repository."""
     if view is None:
         return {"name": path, "size": 0, "type": "directory", "islink": False}
     status = view.stat(index)
@@ -592,8 +582,8 @@ def _as_link(info: dict[str, object], view: Snapshot, index: int) -> dict[str, o
 
 
 def _read_many(dataset: Dataset, paths: list[bytes]) -> Iterator[bytes | Exception]:
-    """The content of each file, or its error. Chunks are loaded ahead until a file fails; the files
-    from that one on are read singly."""
+    """The content of each file, or its error. Chunks are loaded ahead until a file fails; later
+    files are read singly."""
     done = 0
     with suppress(DieselError):
         for view in dataset.read_many(paths):

@@ -1,19 +1,18 @@
 """`ImportanceSampler`: trains on important samples more often, and on the others less often.
 
-Experimental: with half of the samples per epoch, our study found no gain in accuracy over the same
-number of samples at random (README.md has the figures), so arguments and states may still change.
+Experimental: with half of the samples per epoch, our study found no gain in accuracy over as many
+random samples (README.md has the figures), so arguments and states may still change.
 
 The sampler implements the I/O-oriented importance sampling of iCache (HPCA 2023, section III-A),
 with the rule of Selective-Backprop; `orders/importance.py` explains and computes the rule and the
-draw. An epoch's samples are drawn when the epoch begins, from the values that the loop has reported
-with `update` in earlier epochs. The draw is announced to the mount like any other order. The mount
-also gets the importance of all samples, and keeps the important ones in memory (`--evict
-importance`).
+draw. An epoch's samples are drawn when it begins, from the values that the loop has reported with
+`update` in earlier epochs. The mount gets the draw, like any other order, and the importance of all
+samples, so that it can keep the important ones in memory (`--evict importance`).
 
-**One table for all ranks.** A rank keeps its reports of an epoch until the next epoch begins; then
-the ranks exchange their reports (`torch.distributed`). So all ranks draw from the same table. As
-the table does not change during an epoch, a run that resumes in the middle of the epoch can repeat
-its draw. Not safe for concurrent use.
+**One table for all ranks.** A rank keeps its reports until the next epoch begins; then the ranks
+exchange them (`torch.distributed`), so all ranks draw from the same table. The table does not
+change during an epoch, so a run that resumes in the middle of it can repeat its draw. Not safe for
+concurrent use.
 """
 
 import os
@@ -54,16 +53,16 @@ WARM_UP_DEFAULT = 1
 """Epochs of all samples before the first draw, as in the scripts of Selective-Backprop."""
 
 BENEFIT_BATCHES = 20
-"""The batches that are timed with samples that are not in the mount's memory, and again as many
-with samples that are (iCache, section III-D)."""
+"""The batches that are timed with samples outside the mount's memory, and again as many with
+samples in it (iCache, section III-D)."""
 
 _LOCAL_WORLDS = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _JOB_NAME_MAX, _BENEFIT_MAX = 64, 1e3  # the limits of a mount
 
 _PENDING_MAX = 1 << 16
-"""When this many reported values are pending, they are copied from their device together: a copy
-waits for the device."""
+"""This many reported values are copied from their device together, since each copy waits for the
+device."""
 
 _Batch = TypeVar("_Batch", covariant=True)
 Numbers: TypeAlias = "Tensor | npt.NDArray[np.int64] | Sequence[int]"
@@ -76,22 +75,21 @@ _DIFFERENCES = (
     "reads another dataset, version or selection of files than rank 0",
     "has other arguments than rank 0",
 )
-"""The errors if ranks differ, one for each of a rank's *claims*: numbers that the ranks compare
-(`_claims`)."""
+"""The error for each of a rank's *claims*: numbers that must be equal on all ranks (`_claims`)."""
 
 
 class Importance(ABC):
-    """Computes from a training step how important each sample of its batch is. A subclass of your
-    own needs only `measure`."""
+    """Computes from a training step how important each sample of its batch is. A subclass needs
+    only `measure`."""
 
     @abstractmethod
     def measure(self, losses: Tensor, outputs: Tensor | None, targets: Tensor | None) -> Tensor:
-        """One number for each sample, on any device; only their order counts, greater is more
-        important.
+        """Return one number for each sample, on any device; only their order counts, greater is
+        more important.
 
-        `losses` has the shape (batch,); `outputs` and `targets` are those that the caller of
-        `update` passed, batch first. For a negative, infinite or NaN number the sample keeps its
-        previous value. The tensors have no gradients. Raises UsageError if an argument is missing.
+        `losses` has the shape (batch,); `outputs` and `targets` are those passed to `update`, batch
+        first. The tensors have no gradients. If a number is negative, infinite or NaN, the sample
+        keeps its previous value. Raises UsageError if an argument is missing.
         """
 
 
@@ -108,7 +106,7 @@ class GradientNorm(Importance):
     It bounds the gradient of all weights, up to a factor that all samples share (Katharopoulos and
     Fleuret, "Not All Samples Are Created Equal", ICML 2018, section 3.2). `outputs` has the shape
     (batch, classes), before the softmax; `targets` has classes, of the shape (batch,), or their
-    probabilities, of the shape of `outputs`.
+    probabilities, shaped as `outputs`.
     """
 
     def measure(self, losses: Tensor, outputs: Tensor | None, targets: Tensor | None) -> Tensor:
@@ -131,10 +129,9 @@ class _Table:
         self.agreed_for = -1
         """The epoch that is drawn from `agreed`; -1: none yet."""
         self.nodes = 1
-        """The number of nodes, or 1 if they do not have the same number of ranks each."""
+        """The number of nodes; 1 if their numbers of ranks differ."""
         self.reported: Values = np.full(samples, np.nan, np.float32)
         self.ignored = 0
-        """The number of reports that were infinite, NaN or negative."""
         self._importance = importance
         self._indices: list[Tensor | npt.NDArray[np.int64]] = []
         self._values: list[Tensor] = []
@@ -147,8 +144,7 @@ class _Table:
         outputs: Tensor | None,
         targets: Tensor | None,
     ) -> None:
-        """Record the importance of a batch's samples. Waits for the device only once in 65,536
-        samples. Raises UsageError if shapes do not fit."""
+        """Record the importance of a batch's samples. Raises UsageError if shapes do not fit."""
         samples = _copied_row(indices)
         losses = losses if isinstance(losses, Tensor) else torch.as_tensor(losses)
         if losses.ndim != 1 or len(losses) != len(samples):
@@ -174,15 +170,14 @@ class _Table:
 
     @property
     def has_reports(self) -> bool:
-        """Whether this rank has reported anything since the last agreement."""
         return self._pending > 0 or not np.isnan(self.reported).all()
 
     def forget_pending(self) -> None:
         self._indices, self._values, self._pending = [], [], 0
 
     def settle_pending(self) -> None:
-        """Copy the pending values from their device into `reported`. Raises UsageError if some are
-        of samples that do not exist; the others are recorded before that."""
+        """Copy the pending values from their device into `reported`. If some are of samples that do
+        not exist, raises UsageError after the others are recorded."""
         if not self._pending:
             return
         given, values = self._indices, torch.cat(self._values).cpu().numpy()
@@ -196,12 +191,11 @@ class _Table:
 
     def agree(self, epoch: int, world: int, claims: Sequence[int], *, has_ranks: bool) -> None:
         """Update `agreed` by the reports of all ranks, and clear this rank's reports. All ranks
-        call it together; without `has_ranks`, no ranks are connected, and only this rank's reports
-        count.
+        call it together; without `has_ranks`, only this rank's reports count.
 
-        `claims` are numbers that must be equal on all ranks (`_DIFFERENCES`). If they differ,
-        raises ConflictError on all ranks. If this rank has reports of samples that do not exist,
-        raises UsageError here, and ConflictError on the other ranks.
+        Raises ConflictError on all ranks if their `claims` differ (`_DIFFERENCES`). If this rank
+        has reports of samples that do not exist, raises UsageError here, and ConflictError on the
+        other ranks.
         """
         fault: UsageError | None = None
         try:
@@ -237,11 +231,11 @@ class _Draw:
     probabilities: npt.NDArray[np.float32]
     samples: Indices
     replaced: Indices | None = None
-    """This rank's replaced samples and their substitutes, of the shape (2, k). None: not yet
+    """This rank's replaced samples and their substitutes, of the shape (2, k); None: not yet
     decided."""
     timed: Indices | None = None
-    """The samples of the batches that are timed for `benefit`; this rank reads them first. None:
-    not yet decided."""
+    """The samples that are timed for `benefit`, which this rank reads first; None: not yet
+    decided."""
 
 
 @dataclass(slots=True)
@@ -249,17 +243,14 @@ class _Sharing:
     """The use of one mount by several jobs."""
 
     jobs: int = 0
-    """The jobs that have sent the mount importances, as it has answered; 0: not known."""
+    """The jobs that have sent the mount importances; 0: not known."""
     batch_size: int = 0
-    """The batch size of the loader that `enumerate` was called with; 0: not called yet."""
+    """The batch size of the loader of `enumerate`; 0: not called yet."""
     benefit: float = 1.0
 
     def note(self, times: Sequence[float], timed: Indices | None, batch_size: int) -> None:
-        """Compute `benefit` once all batches with the samples `timed` have come.
-
-        `times` has the time in seconds of the request for the first batch, then the time at which
-        each batch came.
-        """
+        """Compute `benefit` once all batches of the samples `timed` have come. `times` has the time
+        in seconds of the first request, then of the arrival of each batch."""
         count = len(times) - 1
         if timed is None or len(timed) < 2 * BENEFIT_BATCHES * batch_size:
             return
@@ -272,38 +263,17 @@ class _Sharing:
 
 class ImportanceSampler(ChunkShuffleSampler):
     """A sampler that draws a share of a dataset's samples for each epoch, the important ones more
-    often. Experimental.
+    often. It is experimental. README.md has an example, and explains the use by several ranks,
+    nodes and jobs.
 
-        sampler = ImportanceSampler(data)
-        loader = DataLoader(data, batch_size=256, sampler=sampler)
-        for epoch in range(90):
-            sampler.set_epoch(epoch)
-            for indices, (images, targets) in sampler.enumerate(loader):
-                losses = cross_entropy(model(images), targets, reduction="none")
-                sampler.update(indices, losses)
-                losses.mean().backward()
-
-    `dataset`, `rank`, `world`, `seed`, `group_size` and `drop_last` are those of
-    `ChunkShuffleSampler`: an epoch's samples come in chunk-wise random order, each at most once.
-    `share` is the fraction of all samples that an epoch has, `floor` the least probability of a
-    sample (`orders/importance.py`). The defaults, a half and 0, are those of Selective-Backprop's
-    rule with the exponent 1 (Jiang et al. 2019), since iCache names no values. The first `warm_up`
-    epochs have all samples. `importance` computes each sample's importance from a training step
-    (None: `Loss()`).
-
-    `substitute` replaces a drawn sample of low importance that is not in the mount's memory by one
-    of low importance that the epoch has not drawn, and that is in memory or in a chunk that is read
-    whole (iCache, section III-C). This changes the training data, and only helps on a mount.
-
-    If several jobs use one mount, each is identified by its ID from torchrun or SLURM, or by its
-    process ID. Then `enumerate` measures how much faster batches come from the mount's memory
-    (`benefit`): each epoch begins with 20 batches of samples that are not in the memory, and 20 of
-    samples that are, if there are enough of both. The mount combines the importances of all jobs. A
-    run that resumes with another number of ranks, in the middle of an epoch with substitutes or
-    timed batches, may repeat or miss some samples of that epoch.
-
-    If ranks are on several nodes (LOCAL_WORLD_SIZE, or SLURM's variable), a sample of high
-    importance goes to a rank of the same node in each epoch, so that one node's memory keeps it.
+    An epoch's samples come in chunk-wise random order, each at most once. `share` is the fraction
+    of all samples that an epoch has, `floor` the least probability of a sample. Their defaults are
+    those of Selective-Backprop's rule with the exponent 1 (Jiang et al. 2019), since iCache names
+    no values. The first `warm_up` epochs have all samples. `importance` computes each sample's
+    importance (None: `Loss()`). `substitute` replaces samples that are not in the mount's memory
+    (iCache, section III-C): this changes the training data, and only helps on a mount. If a run
+    resumes with another number of ranks, in the middle of an epoch with substitutes or timed
+    batches, it may repeat or miss some samples of that epoch.
 
     Call `set_epoch` before each epoch, since an epoch has only one draw. If torch.distributed has
     `world` ranks, all of them must begin each epoch, since they exchange their reports then.
@@ -346,24 +316,24 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     @property
     def importance(self) -> Values:
-        """The importance of each sample when the epoch began, the same on all ranks; NaN: not
-        known. A copy."""
+        """A copy of each sample's importance when the epoch began, the same on all ranks; NaN: not
+        known."""
         return self._table.agreed.copy()
 
     @property
     def ignored(self) -> int:
-        """The number of reports that were ignored, as they were infinite, NaN or negative."""
+        """The number of reports that were infinite, NaN or negative, and so ignored."""
         return self._table.ignored
 
     @property
     def benefit(self) -> float:
-        """How many times as fast batches come from the mount's memory as without it. 1 until it is
-        measured, which happens only if several jobs use one mount."""
+        """The factor by which batches come faster from the mount's memory than without it. It is 1
+        until it is measured, which needs several jobs on one mount."""
         return self._sharing.benefit
 
     @property
     def substituted(self) -> int:
-        """The number of samples that this rank has replaced in the epoch that was drawn last."""
+        """The number of samples that this rank has replaced in the last drawn epoch."""
         replaced = self._draws[0].replaced if self._draws else None
         return 0 if replaced is None else replaced.shape[1]
 
@@ -376,18 +346,17 @@ class ImportanceSampler(ChunkShuffleSampler):
     ) -> None:
         """Report a batch for later draws.
 
-        `indices` are its samples' indices in the dataset, `losses` their losses, of the shape
-        (batch,), as a tensor on any device, an array or a list. Some kinds of importance need
-        `outputs` and `targets`. Raises UsageError if shapes do not fit. An index that does not
-        exist may be detected only by a later call, which then raises UsageError.
+        `indices` are its samples' indices in the dataset; `losses` has the shape (batch,), as a
+        tensor on any device, an array or a list. Some kinds of importance need `outputs` and
+        `targets`. Raises UsageError if shapes do not fit. An index that does not exist may be
+        detected only by a later call.
         """
         self._table.report(indices, losses, outputs, targets)
 
     def weights(self, indices: Numbers, device: torch.device | str = "cpu") -> Tensor:
-        """A factor for the loss of each of these samples. With these factors, the mean loss is,
-        over many draws, that of all samples of the dataset. All factors are 1 in warm-up epochs;
-        with a floor above 0, none is greater than share / floor. Raises UsageError before the epoch
-        has begun."""
+        """A factor for the loss of each of these samples. With it, the mean loss over many draws is
+        that of all samples. With a floor above 0, no factor exceeds share / floor. Raises
+        UsageError before the epoch has begun."""
         if not self._draws or self._draws[0].epoch != self.epoch:
             raise UsageError(f"epoch {self.epoch} has not begun: its samples are not drawn yet")
         drawn = self._draws[0]
@@ -403,7 +372,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         """Iterate over the batches of a loader, each preceded by its samples' indices.
 
         Raises UsageError for a loader of another sampler, without a batch size, or with
-        `in_order=False`. Such loops need a dataset that returns each sample's index itself.
+        `in_order=False`. For such loops, the dataset must return each sample's index itself.
         """
         if getattr(loader, "sampler", None) is not self or not loader.batch_size:
             raise UsageError(
@@ -431,10 +400,9 @@ class ImportanceSampler(ChunkShuffleSampler):
             yield samples[number * batch_size : (number + 1) * batch_size].copy(), batch
 
     def state_dict(self, received: int | None = None) -> dict[str, object]:
-        """The state of `ChunkShuffleSampler`, with the importance of the samples and this rank's
-        reports since the epoch began. If each rank saves and later loads a state of its own, no
-        reports are lost. If all ranks load the state of one, the reports of the others in this
-        epoch are lost."""
+        """The state of `ChunkShuffleSampler`, with the importances and this rank's reports since
+        the epoch began. If all ranks load the state of one, the other ranks' reports of this epoch
+        are lost."""
         self._table.settle_pending()
         state = super().state_dict(received)
         return {
@@ -539,8 +507,8 @@ class ImportanceSampler(ChunkShuffleSampler):
     # Draws
 
     def _draw(self, epoch: int) -> _Draw:
-        """The draw of an epoch, which is made at the first call. The ranks agree on the importance
-        first (`_Table.agree`, which this raises as)."""
+        """The draw of an epoch, made at the first call, after the ranks have agreed on the
+        importance. Raises as `_Table.agree`."""
         if self._draws and self._draws[0].epoch == epoch:
             return self._draws[0]
         table, count = self._table, len(self._files)
@@ -564,7 +532,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return drawn
 
     def _claims(self, epoch: int) -> tuple[int, ...]:
-        """The numbers that must be equal on all ranks: one for each of `_DIFFERENCES`."""
+        """The numbers that must be equal on all ranks, one for each of `_DIFFERENCES`."""
         files = self._files
         samples = f"{files} {files.identity} {self._digest}"
         arguments = repr((self.seed, self.group_size, self.drop_last, self.rule, self.warm_up))
@@ -573,9 +541,8 @@ class ImportanceSampler(ChunkShuffleSampler):
     def _substitute(
         self, samples: Indices, ends: Indices, place: EpochPlace
     ) -> tuple[Indices, Indices]:
-        """Replace samples of this rank's part by their substitutes, and return the part in
-        chunk-wise order and the ends of its groups. The substitutes are chosen once in an epoch,
-        when it begins."""
+        """Replace samples of this rank's part by their substitutes, which are chosen once in an
+        epoch, when it begins. Returns the part in chunk-wise order and the ends of its groups."""
         drawn = self._draw(place.epoch)
         if drawn.replaced is None:
             drawn.replaced = np.empty((2, 0), np.int64)
@@ -589,7 +556,6 @@ class ImportanceSampler(ChunkShuffleSampler):
         return samples, group_ends(group)
 
     def _substitutes(self, samples: Indices, drawn: _Draw) -> Indices:
-        """Choose the substitutes for this rank's part: `_Draw.replaced`."""
         is_cached = self._is_cached(default=True)  # nothing is replaced without an answer
         chunks, low = self._files.files.chunks, is_low(drawn.probabilities)
         # A substitute comes from this rank's own chunks, so that two ranks never choose the same
@@ -617,8 +583,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return drawn.timed[mine]
 
     def _is_cached(self, *, default: bool) -> npt.NDArray[np.bool_]:
-        """For each sample: whether it is in the mount's memory. All are `default` if there is no
-        mount, or it does not answer."""
+        """Whether each sample is in the mount's memory; `default` for all if no mount answers."""
         is_cached = np.full(len(self._files), default)
 
         def ask(control: Control) -> None:
@@ -651,8 +616,8 @@ class ImportanceSampler(ChunkShuffleSampler):
         self._send(send)
 
     def _send(self, send: Callable[[Control], None]) -> None:
-        """Connect to the mount of the samples, if they have one, and call `send`. If that fails,
-        the error is logged once, and training goes on."""
+        """Connect to the mount of the samples, if they have one, and call `send`. An error is
+        logged once, and training goes on."""
         files, mount = self._files, self._files.mount
         if mount is None:
             return
@@ -664,8 +629,8 @@ class ImportanceSampler(ChunkShuffleSampler):
 
 
 class _LoadedImportance:
-    """The parts of a state that a state of `ChunkShuffleSampler` does not have. The constructor
-    raises UsageError for a bad state."""
+    """The parts of a state that `ImportanceSampler` adds. The constructor raises UsageError for a
+    bad state."""
 
     def __init__(self, state: Mapping[str, object], count: int) -> None:
         share, floor = state.get("share"), state.get("floor")
@@ -712,7 +677,7 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 
 
 def _copied_row(indices: Numbers) -> "Tensor | npt.NDArray[np.int64]":
-    """A copy of indices in one dimension, on their device: the loop may change its own array in
+    """A copy of the indices as one row, on their device: the loop may change its own array in
     place. Raises UsageError if they are not whole numbers."""
     if isinstance(indices, Tensor):
         row = indices.detach().reshape(-1).clone()
@@ -742,7 +707,6 @@ def _as_row(indices: Numbers) -> npt.NDArray[np.int64]:
 
 
 def _has_ranks(world: int) -> bool:
-    """Whether torch.distributed connects exactly the `world` ranks of the sampler."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         return False
@@ -750,14 +714,13 @@ def _has_ranks(world: int) -> bool:
 
 
 def _local_world(world: int) -> int:
-    """The number of ranks on this node, from torchrun's or SLURM's variable; without one,
-    `world`."""
+    """The number of ranks on this node, from torchrun's or SLURM's variable, or else `world`."""
     found = [os.environ.get(name, "") for name in _LOCAL_WORLDS]
     return next((int(each) for each in found if each.isdecimal() and int(each)), world)
 
 
 def _device_of_ranks() -> str:
-    """The device on which tensors must be for torch.distributed to exchange them."""
+    """The device of tensors that torch.distributed can exchange."""
     if torch.distributed.get_backend() == "nccl":
         return f"cuda:{torch.cuda.current_device()}"
     return "cpu"
@@ -772,8 +735,8 @@ def _gathered_claims(own: Sequence[int], world: int) -> list[list[int]]:
 
 
 def _check_claims(all_claims: Sequence[Sequence[int]]) -> None:
-    """Raise ConflictError if ranks differ (`_DIFFERENCES`), or if the last number of a rank is 0,
-    which means that its reports are invalid."""
+    """Raise ConflictError if ranks differ (`_DIFFERENCES`), or if a rank's last number is 0: its
+    reports are invalid."""
     for rank, claims in enumerate(all_claims):
         for own, first, what in zip(claims, all_claims[0], _DIFFERENCES, strict=False):
             if own != first:
@@ -786,8 +749,8 @@ def _check_claims(all_claims: Sequence[Sequence[int]]) -> None:
 
 
 def _gathered(indices: Indices, values: Values, lengths: Sequence[int]) -> tuple[Indices, Values]:
-    """The reports (indices and values) of all ranks, those of rank 0 first. `lengths` has the
-    number of reports of each rank. All ranks call it together."""
+    """The reports (indices and values) of all ranks, those of rank 0 first. `lengths` is the number
+    of reports of each. All ranks call it together."""
     device = _device_of_ranks()
     row = torch.zeros((2, max(lengths)), dtype=torch.float64, device=device)
     row[0, : len(indices)] = torch.from_numpy(indices.astype(np.float64))

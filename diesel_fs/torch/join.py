@@ -12,7 +12,7 @@ from .hook.diesel_hook import has_joined, install
 from .hook.diesel_hook.link import HookSettings
 
 AHEAD_MAX = 7
-"""The most further epochs that may be announced."""
+"""The most epochs that may be announced besides the current one."""
 
 SHUFFLES = ("full", "chunk")
 _END_S = 10.0  # the wait for the planner process to end, at exit
@@ -30,13 +30,12 @@ def join(
     on.
 
     `ahead` is the number of epochs (0 to 7) that are announced besides the current one, if their
-    order can be foreseen. With `shuffle` "full" the samples and their order stay as they are; with
-    "chunk" random orders are replaced by chunk-wise ones, with `group_size` chunks in a group.
-    `own_seed` gives each sampler that draws from torch's global generator a generator of its own,
-    so that its further epochs can be foreseen; this changes its order. A separate process makes the
-    announcements, and ends with this process. A second call does nothing, and so does a call under
-    `dlcmd run`. Raises UsageError for bad arguments, and DieselError if the separate process cannot
-    be started.
+    order can be foreseen. `shuffle` "chunk" replaces random orders by chunk-wise ones, with
+    `group_size` chunks in a group. `own_seed` gives each sampler that draws from torch's global
+    generator a generator of its own, so that its further epochs can be foreseen; this changes its
+    order. A separate process makes the announcements, and ends with this process. A second call
+    does nothing, nor does a call under `dlcmd run`. Raises UsageError for bad arguments, and
+    DieselError if the separate process cannot be started.
     """
     if not 0 <= ahead <= AHEAD_MAX:
         raise UsageError(f"bad ahead {ahead}: from 0 to {AHEAD_MAX}")
@@ -66,9 +65,9 @@ def join(
 
 
 def received(sampler: object) -> int | None:
-    """The number of a sampler's indices in the batches that a loop has received in this epoch. With
-    workers, the sampler has given more indices than that. None if the number is not known, for
-    example if this process has not joined, or no loop has begun since."""
+    """The number of a sampler's indices in the batches that a loop has received in this epoch; with
+    workers, the sampler has given more. None if the number is not known, for example if this
+    process has not joined."""
     for name in ("diesel_hook.loaders", _HOOK_LOADERS):  # of `dlcmd run`, and of `join`
         loaders = sys.modules.get(name)
         if loaders is not None:

@@ -1,19 +1,19 @@
 """`AutoDataLoader`: a `DataLoader` that adapts its number of workers to the speed of the loop.
 
-The batches are those of a stock `DataLoader`, in the same order, and each epoch draws as much from
-this process's random generators. While the number of workers stays, so do the workers' random
-numbers.
+The batches and their order are those of a stock `DataLoader`, and each epoch draws as much from
+this process's random generators. The workers' random numbers are also the same, until the number of
+workers changes.
 
 An epoch is a chain of **segments**: each is the iterator of a stock `DataLoader` with workers of
-its own. All segments draw their batches' indices from one iterator over the sampler. To change the
-number of workers, the loader lets the old segment draw no more, and starts the next segment. The
-loop gets the batches that the old workers have prepared while the new workers prepare the following
-batches. So no batch is lost, repeated or reordered, and the loop does not wait. Until the old
-workers end, both groups of workers use memory.
+its own. All segments draw indices from one iterator over the sampler. To change the number of
+workers, the loader lets the old segment draw no more, and starts the next one. The loop gets the
+batches that the old workers have prepared while the new workers prepare the following ones. So no
+batch is lost, repeated or reordered, and the loop does not wait. Until the old workers end, both
+groups use memory.
 
 DLCache (section III-E) adds and pauses single workers, which would need the inner parts of torch's
-iterator; only `_get_iterator` and `_reset` are used here, as in torchdata. `workers.py` decides on
-the number of workers. Not safe for concurrent use.
+iterator; this module uses only `_get_iterator` and `_reset`, as torchdata does. Not safe for
+concurrent use.
 """
 
 import inspect
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
 TUNE_EVERY = 50
-"""The batches between two decisions on the number of workers: enough for averages, few of which
-then include a start of workers."""
+"""The batches between two decisions on the number of workers: enough that few averages include a
+start of workers."""
 
 _PAUSE_FACTOR = 10
-"""A time from a batch to the loop's next request that is longer than this many times the median
-counts as a validation or a checkpoint, and is left out."""
+"""A time from a batch to the loop's next request that exceeds this many times the median counts as
+a validation or a checkpoint, and is left out."""
 
 _Batch = TypeVar("_Batch", covariant=True)
 
@@ -53,14 +53,13 @@ _Batch = TypeVar("_Batch", covariant=True)
 class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]  # mypy skips torch
     """A `DataLoader` (same arguments) that tunes its number of workers every `tune_every` batches.
 
-    `num_workers` is the number of workers to begin with (default 1); as an attribute it is the
-    current number. The limits are `workers_max` (None: the cores that this process may use) and
-    `memory_bytes` for all workers together (None: half of the available memory); both defaults are
-    divided by LOCAL_WORLD_SIZE. `controller` decides on the number of workers (None: a
-    `WorkerController`).
+    `num_workers` is the number at the start; as an attribute it is the current one. `workers_max`
+    is by default the number of cores that this process may use, and `memory_bytes` (for all workers
+    together) half of the available memory; both are then divided by LOCAL_WORLD_SIZE. `controller`
+    decides on the number of workers (None: a `WorkerController`).
 
-    An `IterableDataset` is refused, since the samples of each worker would depend on the number of
-    workers; and so is `in_order=False`, since batches would have no order.
+    The loader refuses an `IterableDataset`, since the samples of each worker would depend on the
+    number of workers, and `in_order=False`, since batches would have no order.
     """
 
     def __init__(
@@ -111,14 +110,14 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, object]:
         """The state of the loader's `ChunkShuffleSampler` after the batches that the loop has
-        received. Raises UsageError for a sampler of another class, and for a batch sampler that may
-        change the order."""
+        received. Raises UsageError for another sampler, and for a batch sampler that may change the
+        order."""
         sampler = self._chunk_sampler()
         return sampler.state_dict(self._progress.received if sampler.has_begun else None)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load a state, so that the next iteration gives the rest of its epoch. Raises as
-        `ChunkShuffleSampler.load_state_dict`, and UsageError as `state_dict`."""
+        `state_dict` and `ChunkShuffleSampler.load_state_dict`."""
         self._chunk_sampler().load_state_dict(state)
         self._progress = _Progress()
 
@@ -153,16 +152,15 @@ class _Progress:
     """How far the loop is in an epoch. The loader and its current iterator share it."""
 
     received: int = 0
-    """The number of samples in the batches up to the loop's last one."""
+    """The samples in the batches up to the loop's last one."""
 
 
 class _AutoIterator(Iterator[_Batch]):
     """The iterator of an `AutoDataLoader` for one epoch, or, with persistent workers, for all
     epochs.
 
-    An iterator must not refer to its loader, which refers to the iterator if workers persist: the
-    garbage collector may run in a forked worker, would free the circle there, and so end the
-    workers.
+    It must not refer to its loader, which refers to it if workers persist: the garbage collector
+    may run in a forked worker, would free the circle there, and so end the workers.
     """
 
     def __init__(self, loader: AutoDataLoader[_Batch]) -> None:
@@ -173,9 +171,9 @@ class _AutoIterator(Iterator[_Batch]):
         self._setting = _Setting.of(loader)
         self._workers: int = loader.num_workers
         self._made = 0  # the number of segments
-        # Some samplers draw random numbers when an iterator is requested. So this does the same
-        # steps as torch's iterator, in the same order: request an iterator of the sampler, draw the
-        # seed of the workers, and with workers request another iterator of the sampler.
+        # Some samplers draw random numbers when an iterator is requested. So this takes the steps
+        # of torch's iterator in their order: request an iterator of the sampler, draw the seed of
+        # the workers, and with workers request another iterator.
         unused = iter(self._index_sampler)
         generator = loader.generator
         state = torch.get_rng_state() if generator is None else generator.get_state()
@@ -252,8 +250,8 @@ class _AutoIterator(Iterator[_Batch]):
         self._segments.append(self._segment())
 
     def _pass_over(self, segment: "_Segment") -> tuple[int, float]:
-        """Count the segment's next batch as received. Returns its number of samples, and the mean
-        size of their files."""
+        """Count the segment's next batch as received. Returns its number of samples, and their mean
+        file size."""
         samples, sample_bytes = segment.sizes.popleft() if segment.sizes else (0, 0.0)
         self._passed += samples
         return samples, sample_bytes
@@ -276,11 +274,9 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """The loader's arguments, as every segment's `DataLoader` needs them."""
-
     dataset: object
     has_batches: bool
-    """Whether the sampler gives batches of indices; otherwise it gives single indices."""
+    """Whether the sampler gives batches of indices, instead of single ones."""
     prefetch: int
     always: dict[str, object]
     with_workers: dict[str, object]
@@ -313,7 +309,7 @@ class _Segment:
         self.workers = workers
         self.sizes: deque[tuple[int, float]] = deque()
         """For each batch that was drawn and that the loop has not received: its number of samples,
-        and the mean size of their files in bytes (0: not known)."""
+        and their mean file size in bytes (0: not known)."""
         self._hand_over = _HandOver(source, self.sizes, setting.dataset, workers)
         options = {**setting.always, "num_workers": workers, "generator": generator}
         if workers:
@@ -327,7 +323,6 @@ class _Segment:
         self.batches: Iterator[tuple[object, tuple[float, ...]]] = self._inner._get_iterator()
 
     def begin(self, source: _Source) -> None:
-        """Begin another epoch, with persistent workers."""
         self.sizes.clear()
         self._hand_over.source = source
         if self.workers:
@@ -369,8 +364,6 @@ class _HandOver:
 
 
 class _Window:
-    """The measurements since the last decision on the number of workers."""
-
     def __init__(self) -> None:
         self._left_s = 0.0  # time at which the loop got its last batch
         self._workers = 0
@@ -400,8 +393,8 @@ class _Window:
         self._reports.append(report)
 
     def measured(self, prefetch: int) -> Measured | None:
-        """The averages of the measurements; None if there are too few. `prefetch` is the number of
-        batches that each worker prepares ahead."""
+        """The averages; None if there are too few measurements. `prefetch` is the number of batches
+        that each worker prepares ahead."""
         usual = [each for each in self._reports if not each.is_first]
         if not usual or not self._request_s:
             return None
@@ -421,6 +414,6 @@ class _Window:
 
 
 def _processes_on_this_node() -> int:
-    """The number of training processes that share this machine, from torchrun's variable, or 1."""
+    """The number of training processes on this machine, from torchrun's variable, or 1."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return int(text) if text.isdecimal() and int(text) else 1

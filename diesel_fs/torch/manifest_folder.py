@@ -1,7 +1,5 @@
-"""`ManifestFolder`: the samples of a manifest, read as files of a folder of this machine.
-
-The folder is on a mount, or elsewhere (for example made by `dlcmd get`), and has the manifest.
-"""
+"""`ManifestFolder`: the samples of a manifest, read as files of a folder on a mount or elsewhere
+(for example made by `dlcmd get`)."""
 
 import os
 from collections.abc import Callable
@@ -37,14 +35,14 @@ class ManifestFolder(TorchDataset[tuple[object, object]]):  # type: ignore[misc]
         manifest: str = os.fsdecode(MANIFEST_NAME),
         target_loader: Callable[[str], object] | None = None,
     ) -> None:
-        """Read the manifest, whose path below `root` is `manifest`. Its paths are relative to its
-        own folder.
+        """Read the manifest at the path `manifest` below `root`. Its paths are relative to its own
+        folder.
 
-        `loader` is called with a file's path, as in torchvision. `target_loader` is called with the
-        text of a target, or with its path if the targets are files. Without it, a target is its
-        number in `classes`, or, if the targets are files, the file's content as bytes. Missing
-        files are not detected until they are read. Raises NoSuchPath (a FileNotFoundError) if there
-        is no manifest, and UsageError if it is malformed.
+        `loader` is called with a file's path. `target_loader` is called with a target's text, or
+        with its path if the targets are files. Without it, a target is its number in `classes`, or,
+        if the targets are files, the file's content as bytes. Missing files are not detected until
+        they are read. Raises NoSuchPath (a FileNotFoundError) if there is no manifest, and
+        UsageError if it is malformed.
         """
         place = os.path.join(root, manifest)
         try:

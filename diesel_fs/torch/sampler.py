@@ -1,15 +1,14 @@
 """`ChunkShuffleSampler`: a chunk-wise random order for a `DataLoader`, divided among ranks, which
 can be saved and resumed.
 
-The order is that of DIESEL (ICPP 2020), section 4.3 (`orders/shuffle.py`). Each rank gets a part of
-the order, as from torch's `DistributedSampler`, but a contiguous one (`orders/parts.py`).
+The order is that of DIESEL (ICPP 2020), section 4.3 (`orders/shuffle.py`). Unlike with torch's
+`DistributedSampler`, each rank gets a contiguous part (`orders/parts.py`).
 
-A saved state has the version of the dataset and the number of samples that each rank has received.
-Workers take batches ahead of the loop, so the sampler cannot count the samples that the loop has
-received. The caller of `state_dict` passes this number; or torchdata's `StatefulDataLoader` keeps
-the state of the iterator (`_Iteration`) for each batch. A state that could not be resumed exactly
-is refused when it is saved, since at the time of loading nothing could be done about it. Not safe
-for concurrent use.
+A saved state has the dataset's version and the number of samples that each rank has received.
+Workers take batches ahead of the loop, so the sampler cannot count that number. The caller of
+`state_dict` passes it; or torchdata's `StatefulDataLoader` keeps the state of the iterator
+(`_Iteration`) for each batch. A state that could not be resumed exactly is refused when it is
+saved, since at the time of loading it is too late. Not safe for concurrent use.
 """
 
 import logging
@@ -38,24 +37,21 @@ _BLOCK = 4096  # indices that become Python numbers at a time
 
 @dataclass(frozen=True, slots=True)
 class EpochPlace:
-    """The place in an epoch at which an iteration starts."""
-
     epoch: int
     partitions: tuple[Partition, ...] = ()
     """The earlier divisions of this epoch among another number of ranks, if the run has resumed."""
     position: int | None = 0
-    """The position in this rank's part of the rest. None: not known."""
+    """The position in this rank's part of the rest; None: not known."""
 
 
 class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips torch
     """A sampler that gives this rank's part of each epoch in chunk-wise random order.
 
     `dataset` is a `DieselDataset`, or a dataset with files on a mount, such as torchvision's
-    `ImageFolder`, or a `Subset` or `ConcatDataset` of these. `rank` and `world` are those of
-    torch.distributed if it is initialized, otherwise 0 and 1. `group_size` is the number of chunks
-    whose samples are shuffled together. If the order cannot be cut into equal parts, `drop_last`
-    leaves out its last samples, as in `DistributedSampler`; without `drop_last`, its first samples
-    come again at the end.
+    `ImageFolder`, or a `Subset` or `ConcatDataset` of these. `rank` and `world` are by default
+    those of torch.distributed, or 0 and 1. `group_size` is the number of chunks whose samples are
+    shuffled together. If the order cannot be cut into equal parts, `drop_last` leaves out its last
+    samples; otherwise its first samples come again at the end.
     """
 
     def __init__(
@@ -92,9 +88,9 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self._warned: list[str] = []
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; each epoch has an order of its own. If `epoch` is
-        that of a loaded state, the sampler keeps the place of the state. Raises UsageError for a
-        number out of range."""
+        """Choose the epoch of the next iteration; each epoch has its own order. If `epoch` is that
+        of a loaded state, the sampler keeps the state's place. Raises UsageError for a number out
+        of range."""
         check_number("epoch", epoch)
         if self._next is not None and self._next.epoch != epoch:
             self._next = None
@@ -103,8 +99,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self.epoch, self._has_set_epoch = int(epoch), True
 
     def __len__(self) -> int:
-        """The number of samples of the current iteration, if one is going on, otherwise of the
-        next."""
+        """The number of samples of the current iteration, or, if none is going on, of the next."""
         if self._next is None and self._last is not None and not self._last.is_over:
             return self._last.length
         place = self._next or EpochPlace(self.epoch)
@@ -115,23 +110,19 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
 
     @property
     def has_begun(self) -> bool:
-        """Whether an iteration has given a sample of this epoch since the epoch was set, or a state
-        loaded."""
+        """Whether an iteration has given a sample since the epoch was set or a state loaded."""
         return self._last is not None and self._next is None
 
     def state_dict(self, received: int | None = None) -> dict[str, object]:
-        """The state from which another run reads exactly the rest of the epoch.
+        """The state from which another run reads exactly the rest of the epoch; it is the same on
+        all ranks.
 
         `received` is the number of samples that the loop has received since its iteration began:
-        batches times the batch size, with a shorter last batch counted as a full one. The number is
-        the same on all ranks, and so is the state. You need not pass it after
-        `diesel_fs.torch.join()` and under `dlcmd run`, which count the batches of torch's
-        `DataLoader`, nor with `AutoDataLoader.state_dict`, `ImportanceSampler.enumerate` and
-        torchdata's `StatefulDataLoader`. Raises UsageError if the number is needed and was not
-        passed, and if it is above the number of samples that the iteration has given.
-
-        The state means that the loop has received the first `received` samples of the iteration.
-        So no number is right with a batch sampler of your own that reorders or skips samples.
+        batches times the batch size, with a shorter last batch counted as a full one. README.md
+        lists the loaders that need not pass it. No number is right with a batch sampler that
+        reorders or skips samples, since the state means the first `received` samples. Raises
+        UsageError if the number is needed and was not passed, or if the iteration has not given
+        that many samples.
         """
         last = self._last if self._next is None else None
         if last is None:
@@ -166,10 +157,9 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load a state, so that the next iteration gives the rest of its epoch.
 
-        Seed, epoch and group size become those of the state. If `world` or `drop_last` differs from
-        the state's, the samples that no rank has received are divided anew. Raises ConflictError
-        for a state of another dataset, version or selection of samples, and UsageError for a
-        malformed state.
+        Seed, epoch and group size become those of the state. If `world` or `drop_last` differs, the
+        samples that no rank has received are divided anew. Raises ConflictError for a state of
+        another dataset, version or selection of samples, and UsageError for a malformed state.
         """
         place = self._load(state)
         if place.position is not None:  # otherwise torchdata loads an iterator's state next
@@ -178,7 +168,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
 
     def _load(self, state: Mapping[str, object]) -> EpochPlace:
         """Take over a state's seed and group size. Returns its place, with the position in this
-        sampler's part. Raises as `load_state_dict`."""
+        sampler's part."""
         self._check_origin(state)
         numbers = _Numbers(state)
         seed, group_size = numbers.get("seed"), numbers.get("group_size", 1)
@@ -244,12 +234,12 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         }
 
     def _count(self, epoch: int) -> int:
-        """The number of samples of an epoch, of all ranks together. Subclasses may override it."""
+        """The number of samples of an epoch, of all ranks together."""
         return len(self._files)
 
     def _shuffled(self, place: EpochPlace) -> tuple[Indices, Indices]:
-        """All samples of an epoch in order, before it is divided into parts, and the group of each.
-        Subclasses may override it."""
+        """All samples of an epoch in order, before it is divided into parts, and the group of
+        each."""
         return self._files.files.shuffled(self.seed, place.epoch, self.group_size)
 
     def _part_length(self, place: EpochPlace) -> int:
@@ -260,7 +250,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
 
     def _begin(self, iteration: "_Iteration", own: EpochPlace | None) -> tuple[EpochPlace, Indices]:
         """Begin an iteration, at the place `own` if a state was loaded into the iteration itself.
-        Returns the place at which it starts, and its samples."""
+        Returns its place and its samples."""
         place = own or self._next or EpochPlace(self.epoch)
         if place.position is None:
             raise UsageError(
@@ -307,8 +297,8 @@ class _Iteration(Iterator[int]):
         self.samples: Indices = np.empty(0, np.int64)
         self.given = 0
         self.delivered: int | None = None
-        """The number of samples that `ImportanceSampler.enumerate` has delivered to the loop; None
-        if it is not used."""
+        """The number of samples that `ImportanceSampler.enumerate` has delivered; None without
+        it."""
         self._is_counted = False  # by the hook of `dlcmd run` or `join`, from the beginning
 
     def received(self) -> int | None:
@@ -329,8 +319,8 @@ class _Iteration(Iterator[int]):
 
     @property
     def place(self) -> EpochPlace:
-        """The start of this iteration, with an unknown position: torchdata keeps the position in
-        the iterator's own state."""
+        """The start of this iteration, with an unknown position: torchdata keeps it in the
+        iterator's state."""
         return replace(self.start, position=None)
 
     def __next__(self) -> int:
@@ -354,7 +344,7 @@ class _Iteration(Iterator[int]):
 
 
 def _is_torchdata(frame: FrameType | None) -> bool:
-    """Whether the innermost caller that is not of this package, from `frame` on, is torchdata."""
+    """Whether the innermost caller outside this package is torchdata."""
     package = __name__.partition(".")[0]
     while frame is not None:
         caller = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -365,13 +355,12 @@ def _is_torchdata(frame: FrameType | None) -> bool:
 
 
 def _numbers(samples: Indices) -> Iterator[int]:
-    """The samples as Python's numbers, converted in blocks."""
     for start in range(0, len(samples), _BLOCK):
         yield from samples[start : start + _BLOCK].tolist()
 
 
 class _Numbers:
-    """Reads the numbers of a state. The methods raise UsageError for malformed ones."""
+    """Reads the numbers of a state. Raises UsageError for malformed ones."""
 
     def __init__(self, state: Mapping[str, object]) -> None:
         self._state = state

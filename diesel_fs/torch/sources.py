@@ -1,4 +1,4 @@
-"""Finds the files of a dataset's samples in a snapshot.
+"""Finds the file of each sample of a PyTorch dataset in a snapshot.
 
 The dataset is a `DieselDataset`, or has a list of paths on a mount (as torchvision's
 `ImageFolder`), or is a `Subset` or `ConcatDataset` of such datasets.
@@ -21,7 +21,7 @@ from .folder import resolved
 from .planner.file_tables import FileTable, MountedFiles
 
 _LISTS = ("samples", "imgs", "paths")
-"""The attributes of a dataset that may list its files: as paths, or as rows that begin with a
+"""The attributes in which a dataset may list its files: as paths, or as rows that begin with a
 path."""
 
 _PART = 1 << 16  # paths that are looked up at a time
@@ -43,7 +43,7 @@ class SampleSource:
 
     @property
     def digest(self) -> str:
-        """A hash of the entries: it differs if the selection or order of the samples does."""
+        """A hash that changes if the selection or order of the samples does."""
         return xxh3_64_hexdigest(self.files.entries.astype("<i8").tobytes())
 
     def __str__(self) -> str:
@@ -51,9 +51,9 @@ class SampleSource:
 
 
 def sample_files(dataset: object) -> SampleSource:
-    """Find the file of each sample of a PyTorch dataset; links are followed. Raises UsageError if
-    the files are not known, lie on no mount, or lie in several DIESEL datasets or versions;
-    NoSuchPath for a file that the mount does not have."""
+    """Find the file of each sample; links are followed. Raises UsageError if the files are not
+    known, lie on no mount, or lie in several DIESEL datasets or versions; NoSuchPath for a file
+    that the mount does not have."""
     snapshot, entries, mount = _found(dataset)
     entries = np.array(entries, np.int64)
     for at in np.flatnonzero(snapshot.chunk_of(entries) < 0).tolist():

@@ -1,8 +1,7 @@
-"""Measures, in a worker of an `AutoDataLoader`, how long the preparation of a batch takes.
+"""Measures how long a worker of an `AutoDataLoader` prepares a batch: from the arrival of its
+indices (`OnItsWay`) to the end of its collation (`TimedCollate`).
 
-The time begins when the worker takes the indices of the batch (`OnItsWay`), and ends when the batch
-has been collated (`TimedCollate`). A spawned worker imports this module, so the module imports
-little.
+A spawned worker imports this module, so it imports little.
 """
 
 import time
@@ -20,8 +19,8 @@ _began_s = 0.0  # when this process took the current batch's indices
 
 
 class OnItsWay:
-    """The indices of a batch on their way to a worker. Their unpickling in the worker gives the
-    plain indices and records the time (`arrived`)."""
+    """The indices of a batch on their way to a worker. Unpickling them there gives the plain
+    indices and records the time (`arrived`)."""
 
     def __init__(self, indices: object) -> None:
         self._indices = indices
@@ -31,28 +30,24 @@ class OnItsWay:
 
 
 def arrived(indices: object) -> object:
-    """Record that this process now begins to prepare the batch with these indices. Returns
-    `indices`."""
+    """Record that this process begins to prepare a batch. Returns `indices`."""
     global _began_s  # noqa: PLW0603  (one batch at a time in a worker; torch loads it by name)
     _began_s = time.perf_counter()
     return indices
 
 
 class Report(NamedTuple):
-    """The measurements of one batch."""
-
     fetch_s: float
     """The preparation: from the arrival of the indices to the end of collating."""
     batch_bytes: float
     process_bytes: float
-    """The worker's own memory, measured every 25 batches; 0: not measured yet."""
+    """The worker's own memory; 0 until it is first measured."""
     is_first: float
     """1 for the first batch of a worker, which also loads modules and opens files."""
 
 
 class TimedCollate:
-    """The `collate_fn` of a loader: calls the user's, and adds a `Report` (as a plain tuple) to the
-    batch."""
+    """A `collate_fn` that calls the user's and adds a `Report` (as a plain tuple) to the batch."""
 
     def __init__(self, inner: Callable[[object], object]) -> None:
         self._inner = inner
@@ -70,8 +65,7 @@ class TimedCollate:
 
 
 def _own_bytes() -> float:
-    """The memory of this process in bytes, without the memory that it shares with its parent. 0 if
-    it cannot be read."""
+    """The bytes of memory that only this process uses; 0 if they cannot be read."""
     total = 0
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
@@ -81,7 +75,6 @@ def _own_bytes() -> float:
 
 
 def _held_bytes(batch: object) -> float:
-    """The bytes of the tensors, arrays and byte strings in a batch."""
     if isinstance(batch, torch.Tensor | np.ndarray):
         return float(batch.nbytes)
     if isinstance(batch, bytes | bytearray | memoryview):

@@ -1,5 +1,5 @@
-"""Installs the hook. Python imports this module when it starts, since `dlcmd run` has put its
-folder on PYTHONPATH."""
+"""Installs the hook. Python imports this module when it starts, since its folder is first on
+PYTHONPATH."""
 
 import os
 import sys

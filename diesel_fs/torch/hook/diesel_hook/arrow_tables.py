@@ -1,7 +1,7 @@
 """Finds the files of a dataset of Hugging Face's `datasets`, by the paths in its Arrow table.
 
-`load_dataset("imagefolder")` and the like keep the path of each file on this machine in the table,
-and open the file when its row is read.
+`load_dataset("imagefolder")` and the like keep each file's path in the table, and open the file
+when its row is read.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 _OF_FILES = frozenset(("Image", "Audio", "Video", "Pdf", "Nifti"))
-"""The types of columns with files: each value has a path and, if the content is in the table,
-bytes."""
+"""The types of columns with files: each value has a path, and bytes if the content is in the
+table."""
 
 
 class _Column(Protocol):
@@ -26,14 +26,10 @@ class _Column(Protocol):
 
 
 class _Rows(Protocol):
-    """An Arrow table."""
-
     def column(self, name: str) -> _Column: ...
 
 
 class _Dataset(Protocol):
-    """A `datasets.Dataset`."""
-
     features: Mapping[str, object]
     format: Mapping[str, list[str]]
 
@@ -43,14 +39,15 @@ class _Dataset(Protocol):
 
 
 def paths(dataset: object) -> Iterable[str] | None:
-    """The path of the file of each row, or "" if a row has none. None if the dataset is of another
-    library, or its table has the contents themselves. Only the first column with files counts."""
+    """The path of the file of each row, or "" if a row has none. The result is None if the dataset
+    is of another library, or its table has the contents themselves. Only the first column with
+    files counts."""
     found = _column(dataset)
     return None if found is None else _paths(found[0][:].column(found[1]))
 
 
 def path_at(dataset: object, index: int) -> str | None:
-    """The path of one row's file; "" and None mean the same as in `paths`."""
+    """The path of one row's file, as in `paths`."""
     found = _column(dataset)
     if found is None:
         return None
@@ -73,7 +70,6 @@ def _column(dataset: object) -> tuple[_Dataset, str] | None:
 
 
 def _has_files(column: _Column) -> bool:
-    """Whether the values have paths and no contents."""
     return any(
         len(part) and part.field("bytes").null_count and not part.field("path").null_count
         for part in column.chunks

@@ -2,12 +2,12 @@
 chunk`).
 
 Chunk-wise shuffle (DIESEL, ICPP 2020, section 4.3): the chunks are shuffled and cut into groups,
-and the samples of each group are shuffled among themselves. Lengths, seeds and `drop_last` stay
-those of the sampler. A `DistributedSampler` gives each rank a contiguous part, so that most chunks
-are read by one rank.
+and the samples of each group are shuffled. Lengths, seeds and `drop_last` stay those of the
+sampler. A `DistributedSampler` gives each rank a contiguous part, so that most chunks are read by
+one rank only.
 
-A sampler is chunk-wise if it has the attribute `_diesel_chunks` (a `Grouping`). Copies of the
-sampler also have it, so their orders can be predicted.
+A chunk-wise sampler has the attribute `_diesel_chunks` (a `Grouping`). Its copies also have it, so
+their orders can be predicted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ _installed: list[bool] = []  # not empty once torch's classes are wrapped
 
 
 class _Tensor(Protocol):
-    """torch's tensor."""
-
     def __len__(self) -> int: ...
     def __getitem__(self, index: object) -> _Tensor: ...
     def __lt__(self, other: int) -> _Tensor: ...
@@ -53,8 +51,6 @@ class _Sampler(Protocol):
 
 
 class Grouping(NamedTuple):
-    """The chunks of a dataset's samples, and the size of a group of chunks."""
-
     chunks: _Tensor
     """The number of each sample's chunk; -1: not known."""
     group_size: int
@@ -72,10 +68,11 @@ def _install() -> None:
 
 
 def mark(sampler: object, grouping: Grouping, *, is_whole: bool = True) -> str | None:
-    """Make a sampler of torch chunk-wise if it is random.
+    """Make a sampler of torch chunk-wise if it is random. Returns a note for the user if a random
+    order stays as it is, otherwise None.
 
     `is_whole` is False if only this process knows the chunks, so that other ranks would compute
-    another order. Returns a note for the user if a random order stays as it is, otherwise None.
+    another order.
     """
     dataset_size = len(grouping.chunks)
     data = sys.modules["torch.utils.data"]
@@ -108,7 +105,7 @@ def mark(sampler: object, grouping: Grouping, *, is_whole: bool = True) -> str |
 
 def chunk_wise(grouping: Grouping, generator: object) -> list[int]:
     """The samples in chunk-wise order, as indices of `grouping.chunks`, drawn from a generator of
-    torch. Samples without a known chunk are spread over the chunks of the others."""
+    torch. Samples without a known chunk are spread over the others' chunks."""
     torch = sys.modules["torch"]
     chunks, group_size = grouping
     unknown = chunks < 0
@@ -157,7 +154,7 @@ def _subset(sampler: _Sampler, grouping: Grouping) -> Iterator[int]:
 
 
 def _distributed(sampler: _Sampler, grouping: Grouping) -> Iterator[int]:
-    """The order of a `DistributedSampler`, with contiguous parts, unlike in torch."""
+    """Give each rank a contiguous part, unlike torch."""
     generator = sys.modules["torch"].Generator()
     generator.manual_seed(sampler.seed + sampler.epoch)
     order = chunk_wise(grouping, generator)

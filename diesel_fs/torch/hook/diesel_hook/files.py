@@ -1,8 +1,9 @@
 """Finds the files that a map-style dataset lists for each index, and sends them to the launcher.
 
-The name of a table of files at the launcher is made of the process ID and of a number that
-`KnownDatasets` gives out. Of a dataset without a list of files, the launcher learns the files while
-its samples are read (`learning.py`)."""
+A table of files is called `PID.N` at the launcher, by the process ID and a number of
+`KnownDatasets`. If a dataset has no list, the launcher learns its files while its samples are read
+(`learning.py`).
+"""
 
 from __future__ import annotations
 
@@ -30,16 +31,16 @@ NEEDS_NO_MOUNT = "diesel_fs.torch.dataset"
 """The module of the datasets that read without a mount, so that no mount needs a plan."""
 
 _DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-"""The flag of classes defined in Python. Built-in ones, such as list and range, lack it; they read
-no files."""
+"""The flag of classes defined in Python. Built-in ones, such as list and range, lack it and read no
+files."""
 
 _FOLDERS = ("samples", "imgs", "paths")
-"""Attributes in which datasets of folders, such as `ImageFolder`, list their files: as paths, or as
-tuples that begin with a path."""
+"""The attributes in which datasets such as `ImageFolder` list their files: as paths, or as tuples
+that begin with a path."""
 
 _SAMPLED = 256
-"""The rows of a list that are compared to notice a change. So few suffice, since a change usually
-alters all rows."""
+"""The rows of a list that are compared to notice a change: few, since a change usually alters all
+rows."""
 
 
 class NestedDataset(NamedTuple):
@@ -47,9 +48,8 @@ class NestedDataset(NamedTuple):
 
     steps: Steps
     table: str
-    """The name of the part's table at the launcher: process ID and number."""
+    """The name of its table at the launcher: process ID and number."""
     is_listed: bool
-    """Whether it lists its files."""
 
 
 def _never_changes(_: object) -> bool:
@@ -59,9 +59,9 @@ def _never_changes(_: object) -> bool:
 class KnownDataset:
     """A dataset that was sent to the launcher under a number.
 
-    `parts` are the datasets inside it that read files, `size` is its number of samples.
-    `is_unchanged` is called with the dataset, and returns whether it still has the sent files.
-    `is_whole`: all parts list their files. `is_learned`: learning has ended.
+    `parts` are the datasets inside it that read files. `is_unchanged` is called with the dataset,
+    and returns whether it still has the sent files. `is_whole`: all parts list their files.
+    `is_learned`: learning has ended.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class KnownDataset:
         self._has_begun = False
 
     def begin(self) -> None:
-        """An epoch begins. Learning ends after the first epoch that has brought no new sample."""
+        """Begin an epoch. Learning ends after the first epoch that has brought no new sample."""
         if self.is_learned:
             return
         news, self._news = self._news, 0
@@ -92,7 +92,6 @@ class KnownDataset:
         self._has_begun = True
 
     def saw(self, indices: Sequence[int]) -> None:
-        """Note that the loop has received these samples."""
         seen = self._seen
         for index in indices:
             if index < len(seen) and not seen[index]:
@@ -101,7 +100,7 @@ class KnownDataset:
 
 
 class KnownDatasets:
-    """The datasets of this process that the launcher knows. They are kept by weak references."""
+    """The datasets of this process that the launcher knows, kept by weak references."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -109,8 +108,8 @@ class KnownDatasets:
         self._count = 0
 
     def record(self, dataset: object) -> KnownDataset | None:
-        """The record of a dataset; sends the dataset's files first if it is new or has changed.
-        None if no files belong to its indices, or the dataset needs no mount."""
+        """Return the record of a dataset, after sending its files if it is new or has changed. The
+        result is None if no files belong to its indices, or if it needs no mount."""
         self._forget_gone()
         size = _size(dataset)
         known = self._known.get(id(dataset))
@@ -208,7 +207,7 @@ class KnownDatasets:
         return KnownDataset(number, [known], size, is_unchanged)
 
     def _next(self, message: dict[str, object], payload: bytes | memoryview = b"") -> int:
-        """Send a message with a new number. Returns the number."""
+        """Send a message with a new number, and return the number."""
         self._count += 1
         self._link.send({**message, "dataset": self._count}, payload)
         return self._count
@@ -220,7 +219,7 @@ class FileListing:
     def __init__(self, dataset: object) -> None:
         self._place = _place(dataset, _size(dataset))
         self.is_slow = self._place is None
-        """Whether a look-up takes milliseconds, since it reads an Arrow table."""
+        """Whether a look-up takes milliseconds, to read an Arrow table."""
 
     def path(self, dataset: object, index: int) -> str:
         """The listed path of a sample; "" if it has none. May raise any exception of the
@@ -231,7 +230,6 @@ class FileListing:
 
 
 def _size(dataset: object) -> int:
-    """The number of samples; -1 if the dataset has no length."""
     try:
         return len(dataset)  # type: ignore[arg-type] # or it raises
     except TypeError:

@@ -1,17 +1,16 @@
 """Observes which files a dataset opens for each index, and reports them to the launcher.
 
-The observation takes place in the processes that read the samples: the loader's workers, if it has
-any. The `__getitem__` of the dataset's class is wrapped and records the index, and an audit hook
-records the files that Python opens meanwhile. An audit hook does not see the files that native
-libraries open: some of their readers are wrapped by name. The launcher gets the result, and keeps
-the files that lie in mounts.
+This happens in the processes that read the samples: the loader's workers, if it has any. The
+wrapped `__getitem__` of the dataset's class records the index, and an audit hook records the files
+that Python opens meanwhile. Audit hooks do not see the files that native libraries open, so some of
+their readers are wrapped by name.
 
 A few samples are *checked*: the first ones of an epoch, then one in a second. Their files are sent
-in any case, so that the launcher notices a plan of files that are never read. If a file of the
-dataset's list was not seen, the following checks use inotify (`opens.py`), since a native library
-may have read the file. All other samples are *learned* in the first epochs, unless the dataset has
-a list and opens nothing else. While there is nothing to observe, the class is left unwrapped, so a
-loop pays only for the checks.
+in any case, so that the launcher notices a plan of files that are never read. If a listed file was
+not seen, the following checks use inotify (`opens.py`), since a native library may have read it.
+All other samples are *learned* in the first epochs, unless the dataset has a list and opens nothing
+else. While there is nothing to observe, the class is left unwrapped, so a loop pays only for the
+checks.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ class _Known:
     """A dataset of this process whose samples are observed.
 
     `may_learn`: samples may be learned in this epoch. `learns`: they are being learned; otherwise
-    only checks are made. `indices`: the samples that were observed. `is_suspected`: a listed file
-    was not seen, so checks use inotify.
+    only checks are made. `indices`: the observed samples. `is_suspected`: a listed file was not
+    seen, so checks use inotify.
     """
 
     def __init__(self, dataset: object, part: NestedDataset, *, may_learn: bool) -> None:
@@ -85,26 +84,23 @@ class _Known:
         self._checked_s = 0.0  # when the last one was checked
 
     def is_due(self) -> bool:
-        """Whether the next sample must be checked."""
         return self._checked < _CHECKED_FIRST or time.monotonic() - self._checked_s >= _CHECK_S
 
     def is_idle(self) -> bool:
-        """Whether the next sample need not be observed at all."""
         return not self.learns and not self.is_due()
 
     def checks(self, samples: int) -> None:
-        """Note that this many samples are checked now."""
         self._checked += samples
         self._checked_s = time.monotonic()
 
     def suspect(self) -> None:
-        """Note that a listed file was not seen: from now on checks use inotify, and as many are due
-        as at the start of an epoch."""
+        """Use inotify from now on, since a listed file was not seen; as many checks are due as at
+        the start of an epoch."""
         self.is_suspected, self._checked = True, 0
 
     def listed(self, indices: Sequence[int], *, always: bool = True) -> list[str]:
-        """The listed paths of these samples. Empty if the dataset has no list; also, without
-        `always`, if a look-up in it is slow."""
+        """The listed paths of these samples. The result is empty if the dataset has no list, or,
+        without `always`, if a look-up in it is slow."""
         if self._listing is None or (self._listing.is_slow and not always):
             return []
         dataset = self.dataset()
@@ -112,8 +108,8 @@ class _Known:
 
 
 class _Reading:
-    """One call of a dataset's `__getitem__` or `__getitems__`, and the files that are opened in it.
-    `is_mixed`: another thread has read samples meanwhile, so the files cannot be assigned."""
+    """One call of `__getitem__` or `__getitems__`, and the files opened in it. `is_mixed`: another
+    thread has read samples meanwhile, so the files cannot be assigned."""
 
     def __init__(self) -> None:
         self.paths: list[Path] = []
@@ -141,7 +137,7 @@ class Learner:
 
     def learn(self, dataset: object, part: NestedDataset, *, may_learn: bool) -> None:
         """Observe the files that this dataset opens; without `may_learn`, only those of checked
-        samples. `part` is its record for the launcher."""
+        samples."""
         if id(dataset) in self._known or not hasattr(type(dataset), "__getitem__"):
             return
         if not self._is_watching:
@@ -198,7 +194,7 @@ class Learner:
                 self._wrap_all()
 
     def flush(self) -> None:
-        """Send the records. May be called in any thread."""
+        """Send the records. Any thread may call it."""
         with self._lock:
             found, self._found = self._found, {}
         for table, rows in found.items():
@@ -260,8 +256,8 @@ class Learner:
         return __getitems__
 
     def _being_learned(self, arguments: Sequence[object]) -> _Known | None:
-        """The dataset of a call, if the samples that it reads now must be observed. None also
-        within another observed call, to which the files then belong."""
+        """The dataset of a call whose samples must be observed now. The result is None also within
+        another observed call, to which the files then belong."""
         known = self._known.get(id(arguments[0]))
         if known is None:
             return None
@@ -355,7 +351,7 @@ class Learner:
             ]
         else:
             known.learns = known.may_learn
-            # Shared out equally, in the order of opening.
+            # Each sample gets an equal share, in the order of opening.
             share, rest = divmod(len(opened), len(wanted))
             if rest:
                 return  # the files cannot be assigned to samples
@@ -419,7 +415,7 @@ _ABSENT = object()
 
 
 def _restore(owner: object, name: str, value: object, ours: object) -> None:
-    """Set an attribute back to `value`, unless the program has replaced `ours` meanwhile."""
+    """Set an attribute back to `value`, unless the program has replaced `ours`."""
     if vars(owner).get(name) is not ours:
         return
     if value is _ABSENT:
@@ -429,7 +425,7 @@ def _restore(owner: object, name: str, value: object, ours: object) -> None:
 
 
 def _add(opened: list[Path], path: object) -> None:
-    """Record a path. Ignores values that are none, such as a file descriptor."""
+    """Record a path; ignore other values, such as a file descriptor."""
     if isinstance(path, (str, bytes)):
         opened.append(path)
     elif isinstance(path, os.PathLike):
@@ -446,7 +442,6 @@ def _absent(paths: Sequence[Path], among: Sequence[Path]) -> list[str]:
 
 
 def inside(dataset: object, steps: Steps) -> object:
-    """The dataset to which the steps lead."""
     for step in steps:
         dataset = dataset[step] if isinstance(step, int) else getattr(dataset, step)  # type: ignore[index] # a list
     return dataset
@@ -456,13 +451,13 @@ _REMAKE = (
     "(lambda hook: hook.learning_workers(*parts) if hook else parts[2])"
     "(__import__('sys').modules.get('diesel_hook'))"
 )
-"""The expression that a pickle of `LearningWorkers` evaluates: it needs nothing but Python. In a
+"""The expression that a pickle of `LearningWorkers` evaluates, which needs only Python. In a
 process that has not joined it gives the user's own function (`parts[2]`)."""
 
 
 class LearningWorkers:
     """The `worker_init_fn` of a loader whose workers observe their samples. It also calls the
-    user's own `worker_init_fn`.
+    user's own.
 
     It is pickled if workers are spawned. A worker that has not joined, because the script has
     changed PYTHONPATH, cannot import this module: there the pickle gives the user's own function.

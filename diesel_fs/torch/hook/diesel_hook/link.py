@@ -2,7 +2,7 @@
 
 A message has two lengths (of a JSON object, 4 bytes; of a payload, 8 bytes; little-endian), then
 the object and the payload. The launcher answers only the messages of `Link.request`, by a length of
-8 bytes and a payload. If the launcher is gone, the training process runs on without it.
+8 bytes and a payload.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ _SEND_S = 20.0  # if the launcher takes nothing for this long, nothing more is s
 
 
 class HookSettings(TypedDict):
-    """The options of `dlcmd run` or `join` for the hook."""
-
     socket: str
     """The path of the launcher's Unix socket."""
     ahead: int
-    """The number of epochs to announce besides the current one."""
+    """The epochs to announce besides the current one."""
     group_size: int
-    """The number of chunks in a group of the chunk-wise orders that replace random orders; 0:
-    random orders are kept."""
+    """The chunks in a group of the chunk-wise orders that replace random orders; 0: random orders
+    are kept."""
     own_seed: bool
-    """Whether samplers that draw from torch's global generator get a generator of their own."""
+    """Whether samplers that draw from torch's global generator get one of their own."""
 
 
 class Link:
-    """The connection. Any thread may use it, and so may a forked child, which connects anew."""
+    """A connection that any thread may use, and a forked child, which connects anew."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -57,8 +55,8 @@ class Link:
         return self._exchange(message, b"", has_answer=True)
 
     def send_soon(self, message: dict[str, object]) -> None:
-        """Send a message, or queue it if another message is being sent. Unlike `send`, it may be
-        called by a finalizer, which the garbage collector may run even within `send`."""
+        """Send a message, or queue it if another one is being sent. A finalizer may call it, which
+        the garbage collector may run even within `send`."""
         self._later.append(message)
         self._send_waiting()
 
@@ -99,7 +97,7 @@ class Link:
         return connected
 
     def note(self, text: str) -> None:
-        """Send a note for the user. The launcher shows equal notes once."""
+        """Send a note for the user; the launcher shows equal notes once."""
         self.send({"do": "note", "text": text})
 
     @staticmethod
@@ -127,7 +125,7 @@ class Link:
         return self._socket
 
     def _is_ours(self) -> bool:
-        """Whether the descriptor is still that of the socket. The program may have closed all
+        """Whether the descriptor is still the socket's. The program may have closed all
         descriptors, and opened others with the same numbers."""
         assert self._socket is not None
         try:

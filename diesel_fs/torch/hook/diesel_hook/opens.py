@@ -1,8 +1,8 @@
 """Finds out by inotify(7) which of some files are opened, by Python or any library.
 
-Python's audit hooks see only the files that Python itself opens. Inotify sees all opens, but only
-of files that were named before, and it costs more: some 0.2 ms for each sample, and 8 ms to close,
-for which `learning.py` uses a thread.
+Python's audit hooks see only the files that Python opens. Inotify sees all opens, but only of files
+that were named before, and it costs more: some 0.2 ms for each sample, and 8 ms to close, for which
+`learning.py` uses a thread.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Opens:
             self._paths[self._checked(watch)] = path
 
     def opened(self) -> set[str]:
-        """The watched files that were opened or read since the call of `watch`. Raises OSError if
-        the program has closed the descriptor."""
+        """The watched files that were opened or read since `watch`. Raises OSError if the program
+        has closed the descriptor."""
         found = set()
         self._check_ours()
         try:
@@ -66,8 +66,8 @@ class Opens:
         os.close(self._descriptor)
 
     def _check_ours(self) -> None:
-        """Raise OSError if the descriptor is not that of inotify: the program may have closed all
-        descriptors, and opened others with the same numbers."""
+        """Raise OSError if the program has closed the descriptor, even if it has opened another
+        with the same number."""
         if os.readlink(f"/proc/self/fd/{self._descriptor}") != _LINK:
             raise OSError("the descriptor is not ours")
 

@@ -1,10 +1,10 @@
 """Predicts the order that a sampler is about to give, without any effect on the program.
 
 The samplers of torch, torchdata, accelerate, timm and diesel_fs are known: they draw from torch's
-global generator or a generator of their own, and change nothing else. A copy of the sampler (its
-*twin*), with copies of its generators, is iterated to the end; then the global generator gets its
-state back. So the sampler itself draws the same numbers at the same moments as without the hook.
-The orders of other samplers are not predicted, since their iteration might have other effects.
+global generator or one of their own, and change nothing else. A copy of the sampler (its *twin*),
+with copies of its generators, is iterated to the end; then the global generator gets its state
+back. So the sampler itself draws the same numbers as without the hook. Other samplers are not
+predicted, since their iteration might have other effects.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _NESTED = ("sampler", "batch_sampler")
 """The attributes with the sampler inside another one."""
 
 ENTRIES_MAX = 1 << 24
-"""The most indices of a prediction, since orders may be endless: each index takes eight bytes here,
-and more in the launcher."""
+"""The most indices of a prediction, since orders may be endless: each takes eight bytes here, and
+more in the launcher."""
 
 DRAWING_S_MAX = 1.0
-"""The most seconds that a prediction takes: meanwhile the loop waits for its first batch."""
+"""The most seconds that a prediction takes, while the loop waits for its first batch."""
 
 _TIMED_ELEMENTS = 1024  # between two readings of the clock
 
@@ -63,12 +63,12 @@ _DRAWS_MAX = 8  # each loader of torch draws once when an epoch begins; programs
 
 
 class BetweenEpochs:
-    """The numbers that a program draws from torch's global generator between two epochs of a
+    """Counts the numbers that a program draws from torch's global generator between two epochs of a
     loader.
 
     In most programs only torch's loaders draw from it, to seed their workers. Then the generator's
-    state at the start of an epoch shows how many numbers were drawn since the sampler's draws for
-    the epoch before. The program is expected to draw as many before the next epoch.
+    state at the start of an epoch shows how many numbers were drawn since the sampler's own draws
+    for the last epoch. The program is expected to draw as many before the next epoch.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class BetweenEpochs:
         self._behind: object = None  # the state after the sampler's draws for the last epoch
 
     def begin(self) -> None:
-        """An epoch begins: count the draws since the call of `end` in the epoch before."""
+        """Count the draws since the last call of `end`, when an epoch begins."""
         torch = sys.modules["torch"]
         behind, self._behind, self.draws = self._behind, None, -1
         if behind is None:
@@ -92,7 +92,8 @@ class BetweenEpochs:
                 self.draw(1)
 
     def end(self) -> None:
-        """The sampler has drawn all its numbers for an epoch: remember the generator's state."""
+        """Remember the generator's state when the sampler has drawn all its numbers for an
+        epoch."""
         self._behind = sys.modules["torch"].get_rng_state()
 
     @staticmethod
@@ -113,8 +114,7 @@ class PredictedOrder:
         """Whether the order is complete: the sampler gives no more."""
 
     def append(self, element: object) -> bool:
-        """Add an element of a sampler: an index, or the indices of a batch. Returns False if it is
-        anything else."""
+        """Add an index, or the indices of a batch. Returns False for anything else."""
         try:
             if isinstance(element, (list, tuple)):
                 self.indices.extend(element)
@@ -137,11 +137,10 @@ class DrawnIndices:
 
     @property
     def count(self) -> int:
-        """The number of indices, including the dropped ones."""
+        """The number of indices, including dropped ones."""
         return self._dropped + len(self._kept.indices)
 
     def append(self, element: object) -> bool:
-        """The same as `PredictedOrder.append`."""
         is_known = self._kept.append(element)
         self._has_batches |= bool(self._kept.bounds)
         return is_known
@@ -152,14 +151,13 @@ class DrawnIndices:
         return self._kept.indices[max(start - self._dropped, 0) : last]
 
     def end_of(self, batches: int) -> int:
-        """The position after the first `batches` batches."""
         if self.count and not self._has_batches:  # single indices: each is a batch
             return max(min(batches, self.count), 0)
         at = min(batches - self._dropped_batches, len(self._kept.bounds))
         return self._dropped + self._kept.bounds[at - 1] if at > 0 else self._dropped
 
     def drop(self, batches: int, least: int) -> None:
-        """Drop the indices of the first `batches` batches, if this frees at least `least` of
+        """Drop the indices of the first `batches` batches, if there are at least `least` of
         them."""
         count = self.end_of(batches) - self._dropped
         if count < least:
@@ -187,8 +185,7 @@ def predict(
     `iterator` is the sampler's iterator for this epoch, which has given nothing yet. If it has a
     state (torchdata's), it may have drawn already, and may begin in the middle of the epoch.
     `loaders_generator` is the generator, if any, from which the loader draws the seed of its
-    workers whenever an epoch begins. `between` counts the draws of the program between epochs; it
-    lives as long as the loader.
+    workers at each epoch. `between` lives as long as the loader.
     """
     copies: dict[int, object] = {}
     twin = _twin(sampler, copies)
@@ -218,8 +215,8 @@ def predict(
 
 
 def _drawn(iterator: Iterator[object]) -> PredictedOrder | None:
-    """The elements of an iterator, within `ENTRIES_MAX` and `DRAWING_S_MAX`. None if an element is
-    neither an index nor a batch of indices."""
+    """The elements of an iterator, within `ENTRIES_MAX` and `DRAWING_S_MAX`; None if one is neither
+    an index nor a batch of indices."""
     order, end_s = PredictedOrder(), time.monotonic() + DRAWING_S_MAX
     while order.is_whole:
         before = len(order.indices)
@@ -243,7 +240,6 @@ def _begun(twin: Iterable[object], like: Iterator[object] | None) -> Iterator[ob
 
 
 def is_known(sampler: object) -> bool:
-    """Whether the order of this class of samplers can be predicted."""
     kind = type(sampler)
     return (kind.__module__, kind.__qualname__) in _KNOWN
 
@@ -268,8 +264,6 @@ def _twin(sampler: object, copies: dict[int, object]) -> Iterable[object] | None
 
 
 class _Generator(Protocol):
-    """torch's `Generator`."""
-
     device: object
 
     def get_state(self) -> object: ...
@@ -282,13 +276,12 @@ def _copied_generator(generator: _Generator) -> object:
 
 
 def _can_go_on(twin: object, *, global_generator_too: bool) -> bool:
-    """Move a twin on to the next epoch. Returns False if the order of that epoch cannot be
-    foreseen.
+    """Move a twin on to the next epoch. Returns False if its order cannot be foreseen.
 
-    A sampler that counts epochs (`set_epoch`) is expected to get the next number. A sampler with a
-    generator of its own continues from that generator's state. For a sampler that uses torch's
-    global generator, the order depends on all draws of the program until then:
-    `global_generator_too` is whether these are known (`BetweenEpochs`).
+    A sampler that counts epochs (`set_epoch`) is expected to get the next number. A sampler with
+    its own generator continues from that generator's state. With torch's global generator, the
+    order depends on all draws of the program until then: `global_generator_too` is whether these
+    are known (`BetweenEpochs`).
     """
     name = type(twin).__name__
     if name == "ImportanceSampler":  # it draws by values measured in this epoch
