@@ -146,7 +146,7 @@ def test_later_epochs_need_no_store(store: Path, tmp_path: Path, session: str) -
         job.read(0)
         wait_until(lambda: job.logs()["log_next_entries"] == FILES)
         [used] = (tmp_path / "cache").glob("*/*/.used")
-        assert used.stat().st_size == 36
+        assert used.stat().st_size == 28
         with used.open("rb") as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for path in store.rglob("*"):

@@ -196,6 +196,12 @@ class SpanFetcher:
                 self._forget(asked)
                 raise
 
+    def read_kept(self, span: Span) -> memoryview:
+        """As `read_one`, but a span in flight stays there until `give_up`: a second try finds it if
+        another span has failed."""
+        asked = self._flights.get(span)
+        return self.read(span) if asked is None else self._result(asked, span)
+
     def read_one(self, span: Span) -> memoryview:
         """The stored bytes of a span, which may be in flight, in memory of their own."""
         asked = self._take(span)

@@ -229,17 +229,25 @@ class CoalescingReader:
                 if span in within:
                     arrived[span] = self._fetcher.read_within(span, within[span])
                 elif span not in arrived:  # else it occurs twice
-                    arrived[span] = self._fetcher.read_one(span)
+                    arrived[span] = self._fetcher.read_kept(span)
             except ObjectMissing as error:
                 self._note_lost(error)
                 continue
             numbers.append(number)
             size += span[2]
             if size >= self._limits.span_bytes:
-                yield from self._batches_of(plan, numbers, Arrived(arrived, is_checked=False))
+                yield from self._kept_batches(plan, numbers, arrived)
                 arrived, numbers, size = {}, [], 0
         if numbers:
-            yield from self._batches_of(plan, numbers, Arrived(arrived, is_checked=False))
+            yield from self._kept_batches(plan, numbers, arrived)
+
+    def _kept_batches(
+        self, plan: ReadPlan, numbers: Sequence[int], arrived: Contents
+    ) -> Iterator[ExtentBatch]:
+        """The batches of spans that `read_kept` has returned."""
+        for span in arrived:
+            self._fetcher.give_up(span)
+        yield from self._batches_of(plan, numbers, Arrived(arrived, is_checked=False))
 
     def _read_batched(self, plan: ReadPlan) -> Iterator[ExtentBatch]:
         """Read from a store that takes many reads in one request; a batch may have extents of
