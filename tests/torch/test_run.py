@@ -564,3 +564,41 @@ def test_a_loader_that_tunes_itself_is_one_stream(mounted: Path, dlcmd: Dlcmd) -
     joined = run(*python(TUNED), mounted, dlcmd.store.as_uri())
     assert f"announced 2 of 2 epochs, {2 * FILES} files" in joined.stderr
     assert len(joined.stderr.splitlines()) == 2, "there is no note"
+
+
+def test_turns_of_many_workers_change_neither_samples_nor_random_numbers(mounted: Path) -> None:
+    """Six workers that compute, on one processor, also when an epoch is left early, and with
+    persistent workers. The user learns that fewer are enough."""
+    script = f"""
+import os, random, torch
+os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
+from pathlib import Path
+from time import process_time
+from torch.utils.data import DataLoader
+torch.manual_seed(5)
+random.seed(5)
+
+class Files:
+    samples = sorted(map(str, Path({str(mounted)!r}).glob("c*/*")))
+    def __len__(self): return len(self.samples)
+    def __getitem__(self, index):
+        content, end_s = Path(self.samples[index]).read_bytes(), process_time() + 0.002
+        while process_time() < end_s:
+            pass
+        return len(content), index, torch.rand(()).item(), random.random()
+
+for persistent in (False, True):
+    loader = DataLoader(
+        Files(), 5, shuffle=True, num_workers=6, collate_fn=list, persistent_workers=persistent
+    )
+    for epoch in range(3):
+        for number, batch in enumerate(loader):
+            print(batch)
+            if epoch == 1 and number == 9:
+                break
+"""
+    plain = ended(*python(script), environment=program_environment())
+    planned = run(*python(script))
+    assert planned.stdout == plain.stdout
+    assert planned.stdout.count("\n") == 180
+    assert "6 workers of a DataLoader are more than 1 processors can use" in planned.stderr

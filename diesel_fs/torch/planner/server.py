@@ -37,7 +37,7 @@ from .file_tables import (
     SubsetTable,
 )
 from .observing import ObservedTable
-from .summary import Interval, Summary
+from .summary import Interval, MeasuredWorkers, Summary
 
 _LENGTHS = struct.Struct("<IQ")  # as in the hook's `link.py`
 _LENGTH = struct.Struct("<Q")
@@ -361,10 +361,21 @@ class _Process:
                 float(str(message["waited_s"])),
                 float(str(message["computed_s"])),
             ),
+            _measured_workers(message),
         )
         streams = self._streams.get(str(message["stream"]))
         if streams is not None:
             streams.progress(_whole(message["position"]))
+
+
+def _measured_workers(message: HookMessage) -> MeasuredWorkers | None:
+    if "workers" not in message:
+        return None
+    workers, at_once, batches = (
+        _whole(message[name]) for name in ("workers", "at_once", "fetched")
+    )
+    cores, fetch_s, cpu_s = (float(str(message[name])) for name in ("cores", "fetch_s", "cpu_s"))
+    return MeasuredWorkers(workers, at_once, cores, batches, fetch_s, cpu_s)
 
 
 def _whole(value: object) -> int:

@@ -4,8 +4,9 @@ The *launcher* is the process that makes plans for mounts from the messages (`..
 of `dlcmd run`, or the one that `join` starts. `loaders.py` wraps `DataLoader`, so that each one
 announces its sampler's order when an epoch begins; `prediction.py` computes the order. `files.py`
 finds a dataset's listed files (`arrow_tables.py` those of Hugging Face's `datasets`). `learning.py`
-observes which files a dataset opens (`opens.py`: those that native code opens). `link.py` sends
-messages, and `chunk_wise.py` has the orders of `--shuffle chunk`.
+observes which files a dataset opens (`opens.py`: those that native code opens). `pace.py` lets no
+more workers work at once than processors can use. `link.py` sends messages, and `chunk_wise.py`
+has the orders of `--shuffle chunk`.
 
 Concurrency. The hook runs in the threads of the user's program, inside calls of `DataLoader`,
 samplers and datasets. Only `learning.py` starts threads: timers, which it cancels and joins at the

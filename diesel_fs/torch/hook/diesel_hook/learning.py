@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from .files import FileListing, NestedDataset
 from .link import Link
+from .pace import Turns, TurnTaker
 
 _SEND_S = 0.02  # records are collected for this long, then sent together
 _CHECKED_FIRST = 16  # first samples of an epoch, in each process
@@ -456,8 +457,8 @@ process that has not joined it gives the user's own function (`parts[2]`)."""
 
 
 class LearningWorkers:
-    """The `worker_init_fn` of a loader whose workers observe their samples. It also calls the
-    user's own.
+    """The `worker_init_fn` of a loader whose workers observe their samples and take turns
+    (`pace.py`). It also calls the user's own.
 
     It is pickled if workers are spawned. A worker that has not joined, because the script has
     changed PYTHONPATH, cannot import this module: there the pickle gives the user's own function.
@@ -469,21 +470,28 @@ class LearningWorkers:
         wanted: Sequence[NestedDataset],
         users: Callable[[int], object] | None,
         may_learn: bool,
+        turns: Sequence[object] | None,
     ) -> None:
+        """`turns`: the parts of a `pace.Turns`; None if the workers take no turns."""
         self._socket_path = socket_path
         self._wanted = wanted
         self._users = users
         self._may_learn = may_learn
+        self._turns = turns
 
     def __reduce__(self) -> tuple[object, ...]:
         # A worker that has not joined cannot import our classes.
         wanted = [tuple(each) for each in self._wanted]
-        parts = self._socket_path, wanted, self._users, self._may_learn
+        turns = None if self._turns is None else tuple(self._turns)
+        parts = self._socket_path, wanted, self._users, self._may_learn, turns
         return eval, (_REMAKE, {"parts": parts})
 
     def __call__(self, worker: int) -> None:
         with suppress(Exception):
             self._learn()
+        with suppress(Exception):
+            if self._turns is not None:
+                TurnTaker(Turns._make(self._turns), worker).install()
         if self._users is not None:
             self._users(worker)
 

@@ -29,6 +29,7 @@ from . import chunk_wise
 from .files import NEEDS_NO_MOUNT, KnownDataset, KnownDatasets
 from .learning import Learner, LearningWorkers, inside
 from .link import HookSettings, Link
+from .pace import Pace
 from .prediction import DRAWS, BetweenEpochs, DrawnIndices, PredictedOrder, is_known, predict
 
 _LOADERS = {
@@ -63,6 +64,7 @@ class _Loader(Protocol):
     worker_init_fn: Callable[[int], object] | None
     generator: object
     persistent_workers: bool
+    multiprocessing_context: object
 
 
 class Watch:
@@ -180,10 +182,27 @@ class Watch:
         may_learn = not record.is_learned
         self._learner.stop()
         if loader.num_workers:
-            return LearningWorkers(self.link.path, record.parts, loader.worker_init_fn, may_learn)
+            stream = self.stream(loader)
+            stream.next_pace = self._pace(loader, stream.pace)
+            turns = None if stream.next_pace is None else stream.next_pace.shared
+            users = loader.worker_init_fn
+            return LearningWorkers(self.link.path, record.parts, users, may_learn, turns)
         for part in record.parts:
             self._learner.learn(inside(loader.dataset, part.steps), part, may_learn=may_learn)
         return None
+
+    def _pace(self, loader: _Loader, before: Pace | None) -> Pace | None:
+        """The pace of new workers; `before`: of the loader's last ones. None if processes here
+        cannot share semaphores."""
+        workers, at_once = loader.num_workers, loader.num_workers
+        if before is not None and before.workers == workers:
+            at_once = before.at_once
+        context = loader.multiprocessing_context or sys.modules["multiprocessing"].get_context()
+        try:
+            return Pace(context, workers, at_once)  # type: ignore[arg-type] # a context
+        except Exception as error:
+            self.link.note(f"cannot measure the workers of a DataLoader: {error!r}")
+            return None
 
     def end(self) -> None:
         """An epoch has been read to its end: observe no more in this process."""
@@ -198,6 +217,8 @@ class _LoaderStream:
         self.number = number
         self.name = f"{os.getpid()}.{number}"
         self.epochs = 0  # the number of epochs that have begun
+        self.pace: Pace | None = None  # of the workers of the current epoch
+        self.next_pace: Pace | None = None  # of the workers that torch starts next
         _when_collected(
             self, functools.partial(link.send_soon, {"do": "left", "stream": self.name})
         )
@@ -240,6 +261,7 @@ class LoaderEpoch:
         self.loaders_generator: object = None
         """The loader's generator, if the loader draws from that generator at each epoch."""
         self.between: BetweenEpochs | None = None
+        self.pace: Pace | None = None
 
         self._watch, self.link = watch, watch.link
         self.record = record
@@ -345,11 +367,16 @@ class LoaderEpoch:
         self._progress_sent_s = now_s
         if self._dataset is not None:
             self._send_drawn()
+        measured: dict[str, object] = {}
+        with suppress(Exception):  # of multiprocessing, if the program has closed all files
+            if self.pace is not None:
+                self.pace.tune()
+                measured = self.pace.measured()
         self.link.send(
             {
                 "do": "progress", **self._names, "position": self.position(), "is_over": is_over,
                 "batches": self._received - self._sent, "waited_s": self._waited_s,
-                "computed_s": self._computed_s,
+                "computed_s": self._computed_s, **measured,
             }
         )  # fmt: skip
         if self._order is not None or self._drawn_sent == self._drawn.count:
@@ -585,6 +612,10 @@ def _wrap_loader(kind: type, state: Watch) -> None:
                 if loop is None:
                     loop = _loops[iterator] = _Loop(epoch, stream)
                     _when_collected(iterator, loop.leave)
+                    stream.pace = stream.next_pace if workers is not None else None
+                elif stream.pace is not None:
+                    stream.pace.begin_epoch()
+                epoch.pace = stream.pace
                 loop.epoch = epoch
             except Exception as error:
                 state.link.note(f"cannot follow a DataLoader: {error!r}")
