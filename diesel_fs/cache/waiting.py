@@ -15,7 +15,14 @@ from typing import Protocol, TypeVar
 from uuid import UUID
 
 from ..format.entries import Bytes
-from ..storage.objects.store import ChunkReader, FastReads, ObjectStore, Part, StoreWrapper
+from ..storage.objects.store import (
+    CheckedObject,
+    ChunkReader,
+    FastReads,
+    ObjectStore,
+    Part,
+    StoreWrapper,
+)
 
 _T = TypeVar("_T")
 
@@ -131,7 +138,7 @@ class _MarkedReads(FastReads):
         with waiting_for(self._cause):
             return self._marked(self._inner.read_parts(parts))
 
-    def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
+    def pin(self, name: str, on_revoke: Callable[[], None]) -> CheckedObject | None:
         with waiting_for(self._cause):
             return self._inner.pin(name, on_revoke)
 

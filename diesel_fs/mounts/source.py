@@ -39,6 +39,7 @@ from ..errors import (
 from ..format.snapshot.diff import OldIndices, SnapshotDiff
 from ..format.snapshot.reader import Snapshot
 from ..peers.plan.sender import PlanSender
+from ..peers.reader.chunk_files import ChunkFiles
 from ..peers.reader.store import MASTER_END_WAIT_S, TaskStore, master_request
 from ..remote.open import open_repository
 from ..repository.catalog import DatasetInfo
@@ -164,7 +165,7 @@ class MountSource:
         whole chunks. Raises DieselError."""
         with _open_repository(request) as repository:
             store = MarkedStore(repository.objects, WaitCause.STORE)
-            objects = self._objects(request, repository, store, snapshot)
+            objects = self._objects(request, repository, store, snapshot, ChunkFiles())
             if objects is not store:
                 objects = MarkedStore(objects, WaitCause.PEER)
             reader = EntryReader(snapshot, objects, memory_bytes, prefer_entries=True)
@@ -282,6 +283,7 @@ class MountSource:
         repository: Repository,
         objects: ObjectStore,
         snapshot: Snapshot,
+        files: ChunkFiles | None = None,
     ) -> ObjectStore:
         """The task's cache if there is a task, and the version is not older than the current one;
         otherwise `objects`, the repository's store. Joins the cache if need be."""
@@ -298,7 +300,7 @@ class MountSource:
             # The first join waits while the master of an earlier mount ends. Later joins find the
             # running master, which learns of the new version
             wait_s = 0.0 if self._stores else MASTER_END_WAIT_S
-            store = TaskStore.join(objects, wanted, snapshot, wait_s=wait_s)
+            store = TaskStore.join(objects, wanted, snapshot, wait_s=wait_s, files=files)
             self._stores[snapshot.version] = store
             self._current_version = self._current_version or snapshot.version
         return store

@@ -27,13 +27,18 @@ from .members.membership import (
 )
 from .wire import FAILED, HEAD_BYTES, LOAD, PLAN_BYTES_MAX, TASK_DIGEST_BYTES, Sizes
 
-VERSION = 3
+VERSION = 4
 
 (
     HELLO, MEMBERS, PIN, UNPIN, DAMAGED, STATS,
     SWITCH_VERSION, DATA, PLAN,
 ) = range(1, 10)  # fmt: skip
 OK, REFUSED = range(2)
+ABSENT, PINNED, LENT = range(3)
+"""What PIN is answered: no descriptor, one of memory that is pinned, or one of a file."""
+
+FILE = 2
+"""A flag of PIN: the client also takes the chunk's file."""
 
 UNPINNED_MAX = 1 << 16
 """The most chunks that one message may name (UNPIN, or the revoked chunks of an answer)."""
@@ -96,7 +101,7 @@ def parse_request(content: Bytes) -> LocalRequestHead:
     fixed, each, low, high = _REQUEST_BODY_SIZES.get(kind, (0, 0, 1, 0))
     if not low <= count <= high or body_bytes != fixed + each * count or status or zero:
         raise CorruptError("these bytes are not a request")
-    if flags & ~LOAD or (flags and kind != PIN):
+    if flags & ~(LOAD | FILE) or (flags and kind != PIN):
         raise CorruptError("these bytes are not a request")
     return LocalRequestHead(kind, flags, count, body_bytes)
 
@@ -227,13 +232,17 @@ def parse_members(body: Bytes) -> TaskView:
     return view
 
 
-def pinned_body(*, is_pinned: bool) -> bytes:
-    return _PINNED.pack(is_pinned)
+def pinned_body(given: int) -> bytes:
+    """`given` is ABSENT, PINNED or LENT."""
+    return _PINNED.pack(given)
 
 
-def parse_pinned(body: Bytes) -> bool:
+def parse_pinned(body: Bytes) -> int:
     _check_size(_PINNED, body, "answer to pin")
-    return bool(_PINNED.unpack(body)[0])
+    given: int = _PINNED.unpack(body)[0]
+    if given > LENT:
+        raise CorruptError("an unknown answer to pin")
+    return given
 
 
 def plan_status_body(status: int) -> bytes:

@@ -274,7 +274,7 @@ def seeds() -> dict[str, list[bytes]]:
     member = Member(0, bytes(16), "node:1", 3, bytes(32))
     view = local_wire.TaskView(1, bytes(32), bytes(32), True, (member,))
     hello = local_wire.hello(UUID(int=1), 1)
-    pinned = local_wire.pinned_body(is_pinned=True)
+    pinned = local_wire.pinned_body(local_wire.PINNED)
     return {
         "request": [_kernel_request(op, *_BODIES.get(op, (b"",))) for op in Op],
         "control": [

@@ -172,7 +172,8 @@ class Client:
         return chunk_object(self.view.identity, self.view.chunk_ids[chunk])
 
     def pin(self, chunk: int) -> memoryview | None:
-        return self.store.fast_reads.pin(self.name(chunk), lambda: None)
+        found = self.store.fast_reads.pin(self.name(chunk), lambda: None)
+        return None if found is None else found.content
 
     def reader(self, memory_bytes: int, *, prefer_entries: bool = False) -> EntryReader:
         return EntryReader(self.view, self.store, memory_bytes, prefer_entries=prefer_entries)

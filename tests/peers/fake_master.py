@@ -10,6 +10,7 @@ import mmap
 import os
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +36,8 @@ class Behaviour(OwnerBehaviour):
     """How the fake master behaves; a test may change it at any time."""
 
     pins: bool = True
+    lends: Callable[[int], bytes] | None = None
+    """The content of the file that a client gets if it takes files; None: no files."""
     change_pinned: Callable[[int, bytearray], None] = lambda chunk, content: None
     revoked: list[int] = field(default_factory=list)
     raw: bytes = b""  # instead of any answer but that to a hello, on control connections
@@ -100,7 +103,7 @@ class FakeMaster(FakeServer):
                     continue
                 if kind == HELLO:
                     protocol, zero, _, version = struct.unpack("<HH16sQ", body)
-                    assert (protocol, zero) == (3, 0)
+                    assert (protocol, zero) == (4, 0)
                     if self.behaviour.versions and version not in self.behaviour.versions:
                         connection.sendall(_answer(kind, 0, b"another version", status=1))
                         continue
@@ -139,6 +142,15 @@ class FakeMaster(FakeServer):
             connection.sendall(_answer(kind, 0, msgpack.packb(view), wanted))
         elif kind == PIN:
             (chunk,) = struct.unpack("<I", body)
+            if self.behaviour.lends is not None and flags & 2:
+                with tempfile.TemporaryFile(dir=self.path.parent) as lent:
+                    lent.write(self.behaviour.lends(chunk))
+                    lent.flush()
+                    rights = [
+                        (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [lent.fileno()]))
+                    ]
+                    connection.sendmsg([_answer(kind, 1, struct.pack("<H", 2), wanted)], rights)
+                return
             if not self.behaviour.pins or not (self.behaviour.has(chunk) or flags & 1):
                 connection.sendall(_answer(kind, 1, struct.pack("<H", 0), wanted))
                 return

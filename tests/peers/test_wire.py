@@ -171,8 +171,10 @@ def test_pins_round_trip() -> None:
     packed = local_wire.request(local_wire.PIN, 1, local_wire.chunks_body([7]), wire.LOAD)
     assert local_wire.parse_request(packed[:16]) == (local_wire.PIN, wire.LOAD, 1, 4)
     assert local_wire.parse_chunks(packed[16:], 8) == [7]
-    for is_pinned in (False, True):
-        assert local_wire.parse_pinned(local_wire.pinned_body(is_pinned=is_pinned)) is is_pinned
+    for given in (local_wire.ABSENT, local_wire.PINNED, local_wire.LENT):
+        assert local_wire.parse_pinned(local_wire.pinned_body(given)) == given
+    with pytest.raises(CorruptError):
+        local_wire.parse_pinned(local_wire.pinned_body(3))
 
 
 VIEW = local_wire.TaskView(
@@ -202,7 +204,7 @@ def test_bad_members_are_refused(change: dict[str, object]) -> None:
 @each_row(
     "head",
     [(0, 0, 0, 0, 0, 0), (9, 0, 0, 0, 0, 0), (1, 0, 0, 0, 27, 0), (2, 0, 0, 1, 12, 0),
-     (2, 0, 0, 0, 1, 0), (3, 0, 0, 2, 8, 0), (3, 2, 0, 1, 4, 0), (3, 0, 0, 0, 0, 0),
+     (2, 0, 0, 0, 1, 0), (3, 0, 0, 2, 8, 0), (3, 4, 0, 1, 4, 0), (3, 0, 0, 0, 0, 0),
      (4, 0, 0, 65537, 65537 * 4, 0), (4, 1, 0, 1, 4, 0), (5, 0, 0, 1, 13, 0), (6, 0, 0, 0, 1, 0),
      (6, 0, 1, 0, 0, 0), (6, 0, 0, 0, 0, 1), (7, 0, 0, 0, 0xFFFFFFFF, 0), (8, 0, 0, 1, 0, 0),
      (8, 0, 0, 0, 4, 0)],
@@ -214,7 +216,7 @@ def test_bad_local_requests_are_refused(head: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("wanted", [[], [3, 1, 4]])
 def test_local_answers_round_trip_with_revoked_chunks(wanted: list[int]) -> None:
-    packed = local_wire.answer(local_wire.PIN, 1, local_wire.pinned_body(is_pinned=True), wanted)
+    packed = local_wire.answer(local_wire.PIN, 1, local_wire.pinned_body(local_wire.PINNED), wanted)
     head = local_wire.parse_answer(packed[:16], local_wire.PIN, 1)
     body, back = local_wire.split_revoked(head, packed[16:])
     assert (head.body_bytes, back) == (len(packed) - 16, wanted)

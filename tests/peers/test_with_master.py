@@ -24,7 +24,7 @@ from diesel_fs.errors import UsageError
 from diesel_fs.mounts import launcher
 from tests.processes import is_running, resident_bytes
 from tests.tiers import fast_first
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 from ..small_disks import remount, small_disk
 from ..trees import write
@@ -84,6 +84,10 @@ def node(tmp_path: Path, runtime: Path) -> Iterator[Node]:
             dataset.put(content, path)
     yield made
     made.end()
+
+
+def has_ended(pid: int) -> bool:
+    return not is_running(pid)
 
 
 def check(dataset: Dataset, seed: int) -> None:
@@ -471,6 +475,34 @@ def test_a_mount_with_only_a_cache_folder_has_a_task_of_its_own(node: Node) -> N
             assert (folder / path).read_bytes() == content
         assert node.stats()["node_cache"]["disk_failures"] == 0
         until(lambda: any(cache.rglob("*")), "the cache to be used")
+
+
+@pytest.mark.deep
+@pytest.mark.fuse
+def test_a_mount_reads_a_large_file_from_the_files_of_the_disk_cache(node: Node) -> None:
+    """So the master does not copy its chunks into memory, and the store is not asked."""
+    folder, content = node.folder / "mount", os.urandom(20 << 20)
+    folder.mkdir()
+    with node.connect() as dataset:
+        dataset.put(content, "large")
+    figures = []
+    for _ in range(2):
+        with (
+            node.connect() as dataset,
+            diesel_fs.mount(
+                dataset, folder, memory_bytes=256 << 20, cache_dir=node.folder / "cache",
+                cache_bytes=64 << 20,
+            ),
+        ):  # fmt: skip
+            assert (folder / "large").read_bytes() == content
+            figures.append(node.stats()["node_cache"])
+            master = node.master()
+        os.kill(master, signal.SIGTERM)  # it writes its chunks
+        wait_until(partial(has_ended, master))
+    first, second = figures
+    assert first["memory_chunks"] >= 5
+    assert second["disk_reads"] >= 5
+    assert (second["memory_chunks"], second["fetches"]) == (0, 0)
 
 
 @pytest.mark.fuse

@@ -79,7 +79,14 @@ class DiskTier(CacheTier):
                 return True
         return False
 
-    def _open(self, key: ChunkKey) -> "_File | None":
+    def open_unchecked(self, key: ChunkKey) -> "ChunkFile | None":
+        """A file for a reader that checks its bytes, and calls `report_damage` if need be."""
+        held = self._open(key)
+        if held is not None:
+            self._note_read(key, held)
+        return held
+
+    def _open(self, key: ChunkKey) -> "ChunkFile | None":
         folder, path = self.folder, self._path(key)
         if folder.reads.is_open:
             return None
@@ -95,14 +102,14 @@ class DiskTier(CacheTier):
                 folder.reads.failed(error)
             return None
         found = os.fstat(file)
-        held, is_chunk = _File(folder, file, found.st_size), stat.S_ISREG(found.st_mode)
+        held, is_chunk = ChunkFile(folder, file, found.st_size), stat.S_ISREG(found.st_mode)
         if not is_chunk:
             folder.clear(path)
             held.close()
             return None
         return held
 
-    def _is_sound(self, key: ChunkKey, held: "_File", room: memoryview | None = None) -> bool:
+    def _is_sound(self, key: ChunkKey, held: "ChunkFile", room: memoryview | None = None) -> bool:
         """Reads all of a chunk, into `room` if given. A damaged one is dropped."""
         try:
             content = np.empty(held.bytes, np.uint8).data if room is None else room
@@ -119,12 +126,17 @@ class DiskTier(CacheTier):
         self._checked_s[key] = -TOUCH_S
         return True
 
-    def _touch(self, key: ChunkKey, held: "_File") -> None:
+    def _touch(self, key: ChunkKey, held: "ChunkFile") -> None:
         now_s = self.folder.clock()
         if now_s - self._checked_s.get(key, -TOUCH_S) >= TOUCH_S:
             self._checked_s[key] = now_s
-            with contextlib.suppress(OSError):  # the file system has become read-only
-                os.utime(held.file)
+            self._note_read(key, held)
+        else:
+            self.jobs.note_use(key.identity)
+
+    def _note_read(self, key: ChunkKey, held: "ChunkFile") -> None:
+        with contextlib.suppress(OSError):  # the file system has become read-only
+            os.utime(held.file)
         self.jobs.note_use(key.identity)
 
     def holds(self, key: ChunkKey) -> bool:
@@ -224,7 +236,9 @@ class DiskTier(CacheTier):
         return f"{self.folder.dataset(key.identity)}/{key.id.hex()}"
 
 
-class _File(CacheHandle):
+class ChunkFile(CacheHandle):
+    """`file` is its descriptor, for reading only."""
+
     def __init__(self, folder: CacheFolder, file: int, size: int) -> None:
         self.bytes = size
         self._reads, self.file = folder.reads, file

@@ -72,14 +72,16 @@ class SkiRentalAdmission:
         """Record a miss that was read past the cache."""
         self._add_credit(self._cost(size) * OVERHEAD_FRACTION)
 
+    def is_paid(self, unit: int) -> bool:
+        """Whether the misses of a unit have cost as much as its fetch."""
+        # A tolerance: sums of the same numbers in another order differ in the last bit
+        return self._missed_s[unit] >= self._cost(self._sizes[unit]) * (1 - 1e-9)
+
     def has_credit(self, unit: int, wanted: int) -> bool:
         """Whether a unit is paid for, and the credit covers its fetch, which also serves the
         current miss of `wanted` bytes."""
-        price_s = self._cost(self._sizes[unit])
-        # A tolerance: sums of the same numbers in another order differ in the last bit
-        return self._missed_s[unit] >= price_s * (
-            1 - 1e-9
-        ) and self._credit_s >= price_s - self._cost(wanted)
+        price_s = self._cost(self._sizes[unit]) - self._cost(wanted)
+        return self.is_paid(unit) and self._credit_s >= price_s
 
     def is_worth_more(self, unit: int, others: Iterable[int]) -> bool:
         """Whether a unit outweighs the others together."""

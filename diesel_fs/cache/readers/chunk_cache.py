@@ -44,12 +44,12 @@ class _EveryOffset(set[int]):
 class LoadedChunk:
     """A chunk's bytes, and by offset the entries that have been checked, and decoded contents.
 
-    Readers get slices of `view`, which is read-only. The owner of a pinned chunk's memory has
-    checked all of it.
+    Readers get slices of `view`, which is read-only.
     """
 
     buffer: memoryview
     is_pinned: bool = False  # in memory that the store shares with other processes
+    is_checked: bool = False  # all entries have been checked
     view: memoryview = field(init=False)
     checked: set[int] = field(default_factory=set)
     decoded: dict[int, memoryview] = field(default_factory=dict)
@@ -58,13 +58,18 @@ class LoadedChunk:
 
     def __post_init__(self) -> None:
         self.view = self.buffer.toreadonly()
-        if self.is_pinned:
+        if self.is_checked:
             self.checked = _EveryOffset()
         self.charged = len(self.buffer) // (PINNED_COST_DIVISOR if self.is_pinned else 1)
 
+    @property
+    def is_passing(self) -> bool:
+        """Whether the caller keeps what it reads (`CheckedObject`)."""
+        return self.is_checked and not self.is_pinned
+
     def patch(self, offset: int, stored: memoryview) -> None:
-        """Replace bytes that were damaged on their way here; a pinned chunk stays as it is."""
-        if not self.is_pinned:
+        """Replace bytes that were damaged on their way here; a checked chunk stays as it is."""
+        if not self.is_checked:
             self.buffer[offset : offset + len(stored)] = stored
 
 
@@ -177,6 +182,10 @@ class ChunkCache:
             if chunk is not None and chunk.is_pinned:
                 del self._chunks[number]
                 self._uncount(chunk)
+
+    def drop(self, number: int) -> None:
+        with self._lock:
+            self._drop(number)
 
     def charge(self, chunk: LoadedChunk, more_bytes: int) -> None:
         """Count the bytes of decoded contents in the budget."""

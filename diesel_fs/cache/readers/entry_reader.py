@@ -109,6 +109,8 @@ class EntryReader:
         pieces = []
         for extent in self.snapshot.extents(index, offset, end):
             content = self._extent(index, extent)
+            if extent.size != total:
+                self._note_passed(extent, end)
             pieces.append(content[max(offset - extent.start, 0) : end - extent.start])
         if followed is not None and visit >= 0 and end == total:
             self._cache.mark_read(followed, visit, np.array([index]))
@@ -135,7 +137,8 @@ class EntryReader:
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
         """As `read` if the content is in memory, else None. Never waits for the store. Returns None
         for a large entry that has not been checked yet (`CHECKED_AT_ONCE_BYTES`)."""
-        end = min(offset + size, self.snapshot.stat(index).size)
+        total = self.snapshot.stat(index).size
+        end = min(offset + size, total)
         if offset >= end:
             return _EMPTY
         extents = self.snapshot.extents(index, offset, end)
@@ -143,8 +146,12 @@ class EntryReader:
             return None
         [extent] = extents
         content = self._in_memory(extent)
-        if content is None and self._prefers_entries and extent.size == self.snapshot.size(index):
+        if content is None and self._prefers_entries and extent.size == total:
             content = self._read_entry_now(extent)
+        if content is not None and extent.size != total:
+            if offset == extent.start:
+                self._read_on(index, extent)
+            self._note_passed(extent, end)
         return None if content is None else content[offset - extent.start : end - extent.start]
 
     def read_many(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[memoryview]:
@@ -319,6 +326,8 @@ class EntryReader:
             if self._everything_fits:
                 self._read_ahead(extent.chunk)
             raw = chunk.view[extent.offset : extent.offset + extent.stored]
+            if extent.codec == Codec.RAW and extent.offset in chunk.checked:
+                return raw
             return self._check(index, extent, raw, chunk)
         content = self._check(
             index, extent, self._source.read(extent.chunk, extent.offset, extent.stored), None
@@ -348,6 +357,14 @@ class EntryReader:
             ahead_bytes = min(_READ_ON_BYTES, self._cache.budget_bytes // 4)
             for following in self.snapshot.extents(index, end, end + ahead_bytes):
                 self._cache.prefetch(following.chunk)
+
+    def _note_passed(self, extent: Extent, end: int) -> None:
+        """A reader of a file of several extents has come to `end`. If that is the extent's end, and
+        the chunk was read for a caller that keeps its contents, then its memory is free for the
+        next one."""
+        chunk = self._cache.loaded(extent.chunk)
+        if chunk is not None and chunk.is_passing and end >= extent.start + extent.size:
+            self._cache.drop(extent.chunk)
 
     def _in_memory(self, extent: Extent) -> memoryview | None:
         """The content if it is in memory and costs little to check."""
@@ -430,13 +447,12 @@ class EntryReader:
         chunk.checked.add(extent.offset)
 
     def _load_chunk(self, number: int) -> LoadedChunk:
-        """A pinned chunk has been checked; entries from the store have not been checked yet."""
         size = int(self.snapshot.chunk_sizes[number])
         on_revoke = partial(_revoke, weakref.ref(self._cache), number)
-        pinned = self._reads.pin(self._source.name(number), on_revoke)
-        if pinned is not None:
-            self._counts["pinned_chunks"] += 1
-            return LoadedChunk(pinned[:size], is_pinned=True)
+        found = self._reads.pin(self._source.name(number), on_revoke)
+        if found is not None:
+            self._counts["pinned_chunks"] += found.is_shared
+            return LoadedChunk(found.content[:size], found.is_shared, is_checked=True)
         view = new_buffer(size)
         try:
             self._objects.read_into(self._source.name(number), 0, view)

@@ -209,9 +209,17 @@ class _Client:
             return
         if head.kind == local_wire.PIN:
             (chunk,) = local_wire.parse_chunks(body, len(sizes))
+            if head.flags & local_wire.FILE:
+                lent = await self._master.cache.lend_file(chunk)
+                if lent is not None:
+                    with lent:
+                        answer = local_wire.pinned_body(local_wire.LENT)
+                        await self._send(local_wire.answer(head.kind, 1, answer), lent.file)
+                    return
             load = bool(head.flags & wire.LOAD)
             file = await self._master.pin(self._pid, chunk, load=load)
-            answer = local_wire.pinned_body(is_pinned=file is not None)
+            given = local_wire.ABSENT if file is None else local_wire.PINNED
+            answer = local_wire.pinned_body(given)
         elif head.kind == local_wire.PLAN:
             status = self._master.plan.take(self._master.rank, body, client=self._pid)
             answer = local_wire.plan_status_body(status)

@@ -28,7 +28,7 @@ from typing import TypeVar
 import numpy as np
 import trio
 
-from ...cache.disk.chunks import DiskTier
+from ...cache.disk.chunks import ChunkFile, DiskTier
 from ...cache.tiers import CacheHandle, ChunkKey
 from ...errors import NoSpaceError
 from ...format.entries import ChunkId
@@ -159,6 +159,23 @@ class Disk:
         finally:
             for each in wanted:
                 each.ended.set()
+
+    async def open_unchecked(self, chunk: int) -> ChunkFile | None:
+        """Open a chunk's file for a reader that checks what it reads, and closes it. Returns None
+        if the chunk is not there, or the disk is late."""
+        key = self._ledger.key(chunk)
+
+        def work(disk: DiskTier) -> tuple[ChunkFile | None, bool]:
+            found = disk.open_unchecked(key)
+            return found, found is not None or disk.holds(key)
+
+        file, is_there = await self._in_thread(work, READ_TIMEOUT_S) or (None, True)
+        if file is None:
+            self._failed(chunk, is_there=is_there)
+        else:
+            self._counts["disk_reads"] += 1
+            self._counts["disk_bytes"] += file.bytes
+        return file
 
     async def load(self, chunk: int) -> SealedMemory | None:
         """Returns the whole chunk, checked; None if it is not there, is damaged, or the disk is

@@ -22,7 +22,7 @@ from uuid import UUID
 import numpy as np
 import trio
 
-from ...cache.disk.chunks import DiskTier
+from ...cache.disk.chunks import ChunkFile, DiskTier
 from ...cache.policies.costs import ReadCosts
 from ...cache.policies.eviction import EvictionPolicy, UnitValues
 from ...cache.tiers import verify_chunk
@@ -156,6 +156,19 @@ class NodeCache:
         if load:
             self.replacement.admission.record_unserved(wanted_bytes)
         return None
+
+    async def lend_file(self, chunk: int) -> ChunkFile | None:
+        """The file of a chunk that is only on the disk, unchecked; the caller closes it. None: use
+        `get`."""
+        ledger = self.ledger
+        is_near = chunk in ledger.views or chunk in ledger.queue or chunk in self.fetches.in_flight
+        if is_near or not ledger.is_readable(chunk) or not self.replacement.may_lend(chunk):
+            return None
+        key = ledger.key(chunk)
+        file = await self._disk.open_unchecked(chunk)
+        if file is not None and ledger.is_named(chunk, key):
+            self.replacement.record_lent(chunk)
+        return file
 
     async def recheck(self, chunk: int) -> None:
         """A reader got damaged bytes: check the chunk in memory and on the disk, and drop it there

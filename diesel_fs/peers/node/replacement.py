@@ -81,6 +81,13 @@ class Replacement:
         self.disk_admission.record_unserved(size)
         self.admission.record_hits((chunk,), size)
 
+    def record_lent(self, chunk: int) -> None:
+        """A reader reads a whole chunk from its file."""
+        size = self._ledger.sizes[chunk]
+        self.record_absent(chunk)
+        self.disk_admission.record_miss(chunk, size)
+        self.record_disk_read(chunk, size)
+
     def record_arrival(self, chunk: int) -> None:
         self.admission.reset_misses(chunk)
         self.disk_admission.reset_misses(chunk)
@@ -147,6 +154,12 @@ class Replacement:
         return before
 
     # Decisions
+
+    def may_lend(self, chunk: int) -> bool:
+        """Whether a reader that keeps the content itself may read a whole chunk from its file. Such
+        a read costs as much as loading the chunk, so the second one brings it to memory (ski
+        rental). A plan knows better."""
+        return self.future is None and not self.disk_admission.is_paid(chunk)
 
     def place(
         self, chunk: int, wanted_bytes: int, *, from_disk: bool, is_new: bool

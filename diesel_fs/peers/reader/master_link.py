@@ -16,9 +16,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 from uuid import UUID
 
-from ...errors import DieselError, MetadataError
+from ...errors import CorruptError, DieselError, MetadataError
 from ...net.breaker import BreakerState, CircuitBreaker
 from ...system.unix_sockets import connect_unix, received_descriptors
 from .. import local_wire, wire
@@ -151,6 +152,13 @@ class MasterConnection(RequestSocket):
         return socket.socket(fileno=self.socket.detach())
 
 
+class GivenChunk(NamedTuple):
+    descriptor: int  # the receiver closes it
+    is_file: bool
+    """A file of the disk cache, with unchecked bytes, which anybody may truncate. Otherwise sealed
+    memory, which the master has checked."""
+
+
 class MasterLink:
     """A link to one master, for one version of one dataset."""
 
@@ -223,19 +231,23 @@ class MasterLink:
             self._breaker.record_success()
         self._last_warning = ""
 
-    def pin(self, chunk: int, *, fetch: bool) -> int | None:
-        """Returns a descriptor of the chunk's memory, which the caller closes; None if the chunk is
-        not in memory or the master does not answer. `fetch`: fetch an absent chunk."""
+    def pin(self, chunk: int, *, fetch: bool, takes_file: bool = False) -> "GivenChunk | None":
+        """Returns None if the master does not give the chunk, or does not answer. `fetch`: fetch an
+        absent chunk. `takes_file`: a file is welcome, too."""
+        flags = (wire.LOAD if fetch else 0) | (local_wire.FILE if takes_file else 0)
         answer = self._request(
             local_wire.PIN, 1, local_wire.chunks_body([chunk]), is_read=True,
-            flags=wire.LOAD if fetch else 0, expects_descriptor=True,
+            flags=flags, expects_descriptor=True,
         )  # fmt: skip
         if answer is None:
             return None
         body, descriptor = answer
         try:
-            if local_wire.parse_pinned(body):
-                return descriptor if descriptor >= 0 else None
+            given = local_wire.parse_pinned(body)
+            if given == local_wire.LENT and not takes_file:
+                raise CorruptError("a file that nobody wants")
+            if given != local_wire.ABSENT and descriptor >= 0:
+                return GivenChunk(descriptor, is_file=given == local_wire.LENT)
         except DieselError as error:
             log.error("the task's master violates the protocol: %s", error)
         if descriptor >= 0:

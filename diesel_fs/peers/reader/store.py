@@ -22,6 +22,7 @@ from ...format.snapshot.reader import Snapshot
 from ...repository.interface import Repository
 from ...repository.private_copies import snapshot_descriptor
 from ...storage.objects.store import (
+    CheckedObject,
     ChunkReader,
     FastReads,
     ObjectStore,
@@ -34,6 +35,7 @@ from ...storage.objects.store import (
 from .. import local_wire, wire
 from ..launch import is_alive, join, restart_killed, wait_until_gone
 from ..members.options import TaskOptions, TaskRequest
+from .chunk_files import ChunkFiles
 from .mapped_chunks import MappedChunks
 from .master_link import DEADLINE_S, PAUSE_S, MasterLink
 from .task_chunks import HEARTBEAT_S, TaskChunks
@@ -74,12 +76,15 @@ class TaskStore(StoreWrapper):
         pause_s: float = PAUSE_S,
         heartbeat_s: float = HEARTBEAT_S,
         request: TaskRequest | None = None,
+        files: ChunkFiles | None = None,
     ) -> None:
         """`inner` is the repository's object store, `path` the master's socket; the first read
-        connects. With `request`, a killed master is restarted."""
+        connects. With `request`, a killed master is restarted. With `files`, whole chunks that are
+        only on this node's disk are read from there: for a caller that keeps what it reads."""
         super().__init__(inner)
         self._path = os.fspath(path)
         self._request = request
+        self._files = files
         self._identity = snapshot.identity
         self._sizes: list[int] = snapshot.chunk_sizes.tolist()
         self._version = snapshot.version
@@ -97,6 +102,7 @@ class TaskStore(StoreWrapper):
         self._chunks = TaskChunks(
             link, self._mapped, snapshot, self._stored,
             through_master=request is not None and request.peers_through_master,
+            files=files,
             heartbeat_s=heartbeat_s,
         )  # fmt: skip
 
@@ -108,12 +114,13 @@ class TaskStore(StoreWrapper):
         snapshot: Snapshot,
         *,
         wait_s: float = MASTER_END_WAIT_S,
+        files: ChunkFiles | None = None,
     ) -> "TaskStore":
         """Find or start the task's master on this node. If it does not accept this reader, it may
         be ending: then wait for its end, at most `wait_s`, and try again. Raises DieselError."""
         for _ in range(_JOIN_ATTEMPTS):
             socket_path = join(request)
-            store = cls(inner, socket_path, snapshot, request=request)
+            store = cls(inner, socket_path, snapshot, request=request, files=files)
             if store.connect() or not wait_until_gone(socket_path, wait_s):
                 break  # otherwise the master has just ended: it was idle, or had another version
         return store
@@ -160,7 +167,7 @@ class TaskStore(StoreWrapper):
         """A store for another version, to which the master switches. This store stays usable."""
         is_announced = self.switch_version(snapshot)
         request = self._request and replace(self._request, version=snapshot.version)
-        store = TaskStore(self.inner, self._path, snapshot, request=request)
+        store = TaskStore(self.inner, self._path, snapshot, request=request, files=self._files)
         store._link.rank = self._link.rank
         if is_announced:
             store.connect()  # else the master would count no reader until the first read
@@ -270,16 +277,18 @@ class _TaskReads(FastReads):
             self._store._chunks.report_damage(number, start, len(buffer))
         self._inner.read_uncached(name, start, buffer)
 
-    def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
+    def pin(self, name: str, on_revoke: Callable[[], None]) -> CheckedObject | None:
         number = self._store._number(name)
         if number < 0:
             return None
         view = self._store._mapped.find(number)
         if view is None:
-            view = self._store._chunks.pin(number, fetch=True)
-        if view is not None:
+            found = self._store._chunks.read_whole(number)
+        else:
+            found = CheckedObject(view, is_shared=True)
+        if found is not None and found.is_shared:
             self._store._mapped.on_revoke(number, on_revoke)
-        return view
+        return found
 
     def can_pin_nowait(self, name: str) -> bool:
         number = self._store._number(name)

@@ -24,16 +24,18 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import DieselError
+from ...cache.tiers import ChunkKey
+from ...errors import DieselError, FormatError
 from ...format.chunk import parse_preamble
 from ...format.entries import Bytes
 from ...format.snapshot.reader import Snapshot
 from ...net.tls import TlsSocket
-from ...storage.objects.store import ChunkReader, ReadGroup
+from ...storage.objects.store import CheckedObject, ChunkReader, ReadGroup
 from .. import local_wire, wire
 from ..handshake import Connector, connect_blocking
 from ..members.membership import INSTANCE_BYTES, Member
 from ..members.owner_table import OwnerTableView
+from .chunk_files import ChunkFiles
 from .mapped_chunks import MAPPED, NOBODY, MappedChunks
 from .master_link import MasterLink
 from .owner_link import OwnerLink, PendingRead
@@ -67,6 +69,7 @@ are revoked, unless other requests do so."""
 
 COUNTS = (
     "mapped_reads",
+    "file_reads",
     "local_reads",
     "peer_reads",
     "store_reads",
@@ -74,8 +77,8 @@ COUNTS = (
     "pins",
     "damaged",
 )
-"""Parts by source (mapped memory, this node's master, another node, the object store), late
-answers, pinned chunks, damaged parts."""
+"""Parts by source (mapped memory, this node's master, another node, the object store), whole chunks
+from files of this node's disk cache, late answers, pinned chunks, damaged parts."""
 
 _Remembered = tuple[wire.Parts, npt.NDArray[np.int32]] | tuple[int, int, int, int]
 """A request's parts, and the rank that was asked for each; or the chunk, start and bytes of one
@@ -91,10 +94,12 @@ class TaskChunks:
         stored: ChunkReader,
         *,
         through_master: bool = False,
+        files: ChunkFiles | None = None,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         """`stored` reads from the object store, without the cache. `through_master`: ask this
-        node's master also for chunks of other nodes, in place of these."""
+        node's master also for chunks of other nodes, in place of these. `files`: for a reader that
+        reads whole chunks from files, too."""
         self._master = master
         self._mapped = mapped
         self._identity, self._version = snapshot.identity, snapshot.version
@@ -102,6 +107,7 @@ class TaskChunks:
         self._sizes: list[int] = snapshot.chunk_sizes.tolist()
         self.stored = stored
         self._through_master = through_master
+        self._files = files
         self._heartbeat_s = heartbeat_s
         self._heartbeat_pid = 0
         self._closed = threading.Event()
@@ -281,9 +287,33 @@ class TaskChunks:
     def pin(self, chunk: int, *, fetch: bool) -> memoryview | None:
         """Returns None if the master does not have the chunk, or it cannot be mapped. `fetch`: the
         master fetches an absent chunk."""
-        descriptor = self._master.pin(chunk, fetch=fetch)
-        if descriptor is None:
+        given = self._master.pin(chunk, fetch=fetch)
+        return None if given is None else self._map(chunk, given.descriptor)
+
+    def read_whole(self, chunk: int) -> CheckedObject | None:
+        """As `pin`, with `fetch`. If this reader takes files, a chunk that is only on this node's
+        disk is read from there."""
+        files = self._files
+        takes_file = files is not None and not files.is_resting
+        given = self._master.pin(chunk, fetch=True, takes_file=takes_file)
+        if given is None:
             return None
+        if files is None or not given.is_file:
+            view = self._map(chunk, given.descriptor)
+            return None if view is None else CheckedObject(view, is_shared=True)
+        key, size = ChunkKey(self._identity, self._ids[chunk]), self._sizes[chunk]
+        try:
+            content = files.read(key, given.descriptor, size)
+        except FormatError as error:
+            log.error("a chunk of the disk cache is damaged: %s", error)
+            self._report(local_wire.DamagedPart(chunk, 0, size, self._master.rank))
+            return None
+        if content is None:
+            return None
+        self.counts["file_reads"] += 1
+        return CheckedObject(content, is_shared=False)
+
+    def _map(self, chunk: int, descriptor: int) -> memoryview | None:
         size = self._sizes[chunk]
         try:
             if os.fstat(descriptor).st_size < size:
@@ -320,10 +350,12 @@ class TaskChunks:
                 rank = int(ranks[places[0]])
         if rank < 0:
             return
-        self.counts["damaged"] += 1
         if rank != self._master.rank and (link := self._links.get(rank)) is not None:
             link.record_damage()
-        part = local_wire.DamagedPart(chunk, start, size, rank)
+        self._report(local_wire.DamagedPart(chunk, start, size, rank))
+
+    def _report(self, part: local_wire.DamagedPart) -> None:
+        self.counts["damaged"] += 1
         self._master.notify(local_wire.DAMAGED, 1, local_wire.damaged_body(part))
 
     def stats(self) -> dict[str, object]:

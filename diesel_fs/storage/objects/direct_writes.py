@@ -1,10 +1,8 @@
 """Writes large objects of a folder store past the kernel's page cache (O_DIRECT).
 
-The copy into the page cache costs more per byte than the rest of a put, and evicts pages that other
-processes read. Any thread; each thread that writes has its own buffer.
+Any thread; each thread that writes has its own buffer.
 """
 
-import fcntl
 import mmap
 import os
 import threading
@@ -12,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...format.entries import Bytes
+from ...system.direct_io import BLOCK_BYTES, set_direct
 from ...system.mountinfo import file_system_of
 from ...system.vectored_io import byte_views, drop_written
 
 DIRECT_BYTES_MIN = 1 << 20
 _BUFFER_BYTES = 1 << 20
-_BLOCK_BYTES = 4096  # the largest block of disks in use, and a page
 _FILE_SYSTEMS = frozenset("btrfs ext2 ext3 ext4 f2fs xfs".split())
 """Local file systems that are known to obey O_DIRECT. Over a network or through FUSE each write
 would wait for the other side; tmpfs has only the page cache; an overlay can be on top of any file
@@ -36,13 +34,13 @@ def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
     the unwritten bytes (all bytes of a small file), which the caller appends with a normal
     write."""
     views = byte_views(parts)
-    if sum(map(len, views)) < DIRECT_BYTES_MIN or not _set_direct(fd, wanted=True):
+    if sum(map(len, views)) < DIRECT_BYTES_MIN or not set_direct(fd, wanted=True):
         return views
     buffer = _aligned_buffer()
     start = 0
     while True:
         filled = _fill(buffer, views)
-        whole = filled - filled % _BLOCK_BYTES
+        whole = filled - filled % BLOCK_BYTES
         try:
             start = os.write(fd, buffer[:whole]) if whole else 0
         except OSError:
@@ -51,7 +49,7 @@ def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
             start = 0
         if start < len(buffer):
             break
-    _set_direct(fd, wanted=False)
+    set_direct(fd, wanted=False)
     return [memoryview(bytes(buffer[start:filled])), *views]
 
 
@@ -65,17 +63,6 @@ def _fill(buffer: memoryview, views: list[memoryview]) -> int:
             break
     drop_written(views, filled)
     return filled
-
-
-def _set_direct(fd: int, *, wanted: bool) -> bool:
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags)
-    except OSError:
-        if not wanted:
-            raise
-        return False
-    return True
 
 
 class _Buffers(threading.local):

@@ -261,6 +261,15 @@ class ObjectStore(ABC):
         the marker."""
 
 
+class CheckedObject(NamedTuple):
+    """A whole object that was checked against its checksums, in read-only memory."""
+
+    content: memoryview
+    is_shared: bool
+    """Whether other processes share the memory. Else it is the reader's own; only a reader that
+    keeps what it reads, as a mount does in the kernel's pages, gets that."""
+
+
 class FastReads:
     """Ways to read besides `get` and `read_into`. These plain forms call the store's own
     `read_into`, part by part; a store with a faster way offers a subclass."""
@@ -316,13 +325,11 @@ class FastReads:
         """
         return False
 
-    def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
-        """A whole object in read-only memory that other processes share; None if it is not in such
-        memory.
+    def pin(self, name: str, on_revoke: Callable[[], None]) -> CheckedObject | None:
+        """A whole object that a process of this machine caches; None if there is no such object.
 
-        The owner of the memory (a process that caches chunks on this machine) has checked the
-        object against its checksums. When the owner wants the memory back, the store calls
-        `on_revoke`, in any thread; the caller must drop the view soon.
+        If it `is_shared`, its memory belongs to that process. When the owner wants the memory back,
+        the store calls `on_revoke`, in any thread; the caller must drop the view soon.
         """
         return None
 

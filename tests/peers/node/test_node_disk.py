@@ -197,6 +197,35 @@ async def test_a_full_disk_evicts_others_chunks_then_copies_then_by_policy(shelf
         assert len(shelf.files()) == 4
 
 
+async def test_a_file_is_lent_for_the_first_whole_read_and_the_second_loads_the_chunk(
+    shelf: Shelf,
+) -> None:
+    """A file that was lent stays readable, but not writable, after the chunk has left the disk."""
+    async with shelf.full_cache(shelf.tier()) as filled:
+        await filled.flush_to_disk(np.ones(CHUNKS, np.bool_))
+    async with shelf.cache(CHUNKS) as cache:
+        lent = await cache.lend_file(3)
+        assert lent is not None
+        assert cache.stats()["disk_loads"] == 0
+        file_of(shelf.place, cache.ledger.key(3)).unlink()
+        with lent:
+            room = bytearray(lent.bytes)
+            lent.read_into(0, memoryview(room))
+            assert room == shelf.source.contents[3]
+            with pytest.raises(OSError, match="Bad file"):
+                os.pwrite(lent.file, b"x", 0)
+        again = await cache.lend_file(4)
+        assert again is not None
+        again.close()
+        assert await cache.lend_file(4) is None
+        assert raw(await cache.get(4, lent.bytes, load=True)) == shelf.source.contents[4]
+        assert in_memory(cache) == {4}
+        assert await cache.lend_file(4) is None, "it is in memory"
+        assert cache.stats()["disk_loads"] == 1
+        assert await cache.lend_file(3) is None, "it is gone"
+    assert shelf.source.fetches.total() == CHUNKS
+
+
 async def test_without_memory_chunks_go_to_the_disk(shelf: Shelf) -> None:
     async with shelf.cache(None) as cache:
         assert await shelf.read_all(cache) == await shelf.read_all(cache) == CHUNKS

@@ -314,7 +314,8 @@ def test_a_pinned_chunk_is_unpinned_with_its_last_view(
 ) -> None:
     whole = quick_store.fast_reads.pin(client.name(2), lambda: None)
     assert whole is not None
-    inside = np.frombuffer(whole[100:300], np.uint8)
+    assert whole.is_shared
+    inside = np.frombuffer(whole.content[100:300], np.uint8)
     del whole
     gc.collect()
     time.sleep(0.1)
@@ -354,7 +355,7 @@ def test_a_pinned_chunk_cannot_be_written_and_outlives_the_store(client: Client)
     theirs = other.fast_reads.pin(client.name(0), lambda: None)
     assert theirs is not None
     other.close()
-    assert bytes(theirs) == bytes(mine) == client.chunks[0]
+    assert bytes(theirs.content) == bytes(mine) == client.chunks[0]
 
 
 def test_F5_a_wrong_pinned_chunk_is_not_used(client: Client, master: FakeMaster) -> None:
