@@ -58,7 +58,7 @@ def test_only_the_first_version_waits_for_a_master_that_ends(
     """Later the master serves this mount, and stays until it learns of the new version."""
     waits: list[float] = []
 
-    def joined(inner: ObjectStore, *_: object, wait_s: float) -> ObjectStore:
+    def joined(inner: ObjectStore, *_: object, wait_s: float, **__: object) -> ObjectStore:
         waits.append(wait_s)
         return inner
 
