@@ -52,6 +52,7 @@ if __name__ == "__main__":
         (STORE, FolderReads, "read"),
         (RANGES, FolderReads, "read_ranges"),
         (PEER, TaskChunks, "pin"),
+        (PEER, TaskChunks, "read_whole"),
         (PEER, TaskChunks, "try_part"),
         (DECODE, entry_reader, "decode"),
         (LOOKUP, Snapshot, "child"),

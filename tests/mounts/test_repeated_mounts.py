@@ -47,7 +47,7 @@ def resources_of(place: Path) -> Iterator[str]:
 
 
 @pytest.mark.deep
-@pytest.mark.only_session("native", "kernel", "pyfuse3")
+@pytest.mark.only_session("native", "kernel")
 def test_many_rounds_leave_nothing_behind(source: Path, tmp_path: Path, session: str) -> None:
     at = tmp_path / "mount"
     at.mkdir()

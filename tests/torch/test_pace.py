@@ -136,11 +136,12 @@ def advice(workers: MeasuredWorkers, *, waited_s: float, step_s: float) -> str:
 @each_row(
     "at_once, cpu_s, waited_s, step_s, wanted",
     [
-        (4, 0.1, 60.0, 0.1, "num_workers=11 would be enough"),
-        (4, 0.5, 60.0, 0.1, "num_workers=8 would be enough"),  # with which the cores are busy
-        (4, 1.0, 60.0, 0.1, "more would not help"),
+        (4, 0.1, 20.0, 0.1, "num_workers=11 would be enough"),
+        (4, 0.5, 20.0, 0.1, "num_workers=8 would be enough"),  # with which the cores are busy
+        (4, 1.0, 20.0, 0.1, "more would not help"),
         (4, 0.1, 3.0, 0.9, ""),
-        (2, 1.0, 60.0, 0.1, "so 2 of them worked at a time"),
+        (4, 0.1, 60.0, 0.1, ""),  # most of that is no worker's time
+        (2, 1.0, 20.0, 0.1, "so 2 of them worked at a time"),
     ],
 )
 def test_the_user_learns_how_many_workers_are_enough(

@@ -488,6 +488,7 @@ class PrefetchWorker:
         while True:
             coming = self._waiting.submit(next, batches, None)
             while not wait((coming,), ANSWER_S).done:
+                self._push_status.count_progress()  # else READs would not be held any longer
                 self._answer_requests()
             batch = coming.result()
             if batch is None:

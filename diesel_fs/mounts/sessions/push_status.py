@@ -49,6 +49,10 @@ HOLD_STEPS = 5
 SLOW_HOLD_STEPS = 1_000
 """The longest hold while the worker waits for a slow store: a second."""
 
+SLOW_STILL_STEPS = 400
+"""A hold ends after this number of steps without progress, and no READ is held until there is some:
+the worker is stopped, or hangs. While it waits for the store, it counts progress every 0.2 s."""
+
 READ_SLOTS, SLOT_BYTES = 16, 256 << 10
 """How many held READs may get their bytes from the worker, and how many bytes each."""
 
@@ -116,6 +120,8 @@ class PushStatusMap:
         self._failed = memoryview(shared)[_FAILED_AT : _FAILED_AT + 1]
         self._slow = memoryview(shared)[_SLOW_AT : _SLOW_AT + 1]
         self._miss_sent_s = -math.inf
+        self.stuck_at = -1
+        """The count of progress at which a hold was given up."""
         self._marked = NO_ENTRIES
 
     # for the worker
@@ -213,6 +219,8 @@ class PushStatusMap:
         returns which bytes of the file the READ wants; None: bytes of other files, too."""
         if not 0 <= entry < len(self._soon_seen) or self._soon_seen[entry] != _SOON:
             return None
+        if self.stuck_at == self.progress:
+            return None
         read = wanted()
         held = HeldRead(self, entry, -1 if read is None else self._take_slot(entry, read), read)
         self._being_read[entry] = 1
@@ -283,12 +291,15 @@ class HeldRead:
                     return found
             if not self.status.is_soon(self.entry):
                 return None
-            if self.slot < 0 or not self.status.store_is_slow:
-                now = self.status.progress
-                still = still + 1 if now == before else 0
-                if still >= STILL_STEPS or step + 1 >= HOLD_STEPS:
+            now = self.status.progress
+            still = still + 1 if now == before else 0
+            before = now
+            if self.slot >= 0 and self.status.store_is_slow:
+                if still >= SLOW_STILL_STEPS:
+                    self.status.stuck_at = now
                     return None
-                before = now
+            elif still >= STILL_STEPS or step + 1 >= HOLD_STEPS:
+                return None
         return None
 
     def end(self) -> None:

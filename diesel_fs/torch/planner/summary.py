@@ -55,7 +55,9 @@ class MeasuredWorkers:
                 f" num_workers={self.at_once} is enough and takes less memory"
             )
         is_short = loop.waited_s < max(_WAITED_S_MIN, _WAITED_PART * loop.total_s)
-        if is_short or not self.batches or not loop.batches:
+        # Otherwise the loop has waited for something else, such as the start of its workers
+        is_theirs = 2 * self.fetch_s >= loop.waited_s * self.workers
+        if is_short or not is_theirs or not self.batches or not loop.batches:
             return None
         batch_s, cpu_s = self.fetch_s / self.batches, self.cpu_s / self.batches
         step_s = loop.computed_s / loop.batches

@@ -17,6 +17,7 @@ from diesel_fs.mounts.sessions.push_status import (
     READ_SLOTS,
     SLOT_BYTES,
     SLOW_HOLD_STEPS,
+    SLOW_STILL_STEPS,
     STILL_STEPS,
     HeldBytes,
     HeldRead,
@@ -273,4 +274,18 @@ def test_a_READ_is_not_held_after_its_entry_was_pushed() -> None:
 
 def test_a_READ_is_held_until_its_contents_arrive_from_a_slow_store() -> None:
     assert held_s(10, pushed_at=8, is_slow=True) < 10 * HOLD_STEP_S
-    assert abs(held_s(0, is_slow=True) - SLOW_HOLD_STEPS * HOLD_STEP_S) < 1e-9
+    always = 3 * SLOW_HOLD_STEPS
+    assert (
+        abs(held_s(always, pushed_at=always, is_slow=True) - SLOW_HOLD_STEPS * HOLD_STEP_S) < 1e-9
+    )
+
+
+def test_a_worker_without_progress_delays_one_READ_only() -> None:
+    """It is stopped, or hangs."""
+    assert abs(held_s(0, is_slow=True) - SLOW_STILL_STEPS * HOLD_STEP_S) < 1e-9
+    server, worker = both_sides()
+    worker.mark_soon(np.array([7], np.uint32))
+    server.stuck_at = server.progress
+    assert server.try_hold(7, whole) is None
+    worker.count_progress()
+    assert server.try_hold(7, whole) is not None
