@@ -188,8 +188,9 @@ def test_auto_changes_to_logs_when_they_pay(filled: Path, tmp_path: Path, sessio
         job.extend(1)
         job.extend(2)
         job.read_in_step(1)
+        # Files that were still in memory were not read, so the log lacks them
         wait_until(
-            lambda: job.logs()["log_next_entries"] > 0.9 * FEW, otherwise=lambda: str(job.logs())
+            lambda: job.logs()["log_next_entries"] > 0.8 * FEW, otherwise=lambda: str(job.logs())
         )
         before = job.log_hits()
         job.read_in_step(2)
@@ -226,7 +227,8 @@ def test_two_mounts_of_one_order_share_a_folder(store: Path, tmp_path: Path, ses
         for job in (one, two):
             job.announce(0, 1)
             job.read(0)
-        assert one.logs()["log_next_entries"] == FILES
+        # Files that READs brought get into the log when the worker has time
+        wait_until(lambda: one.logs()["log_next_entries"] == FILES)
         assert two.logs()["log_next_entries"] == 0
 
 
