@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 from torch.utils.data._utils import fetch as torch_fetch
 
 from diesel_fs.torch.hook.diesel_hook import pace
@@ -14,6 +15,12 @@ from tests.rows import each_row
 
 CONTEXT = multiprocessing.get_context("fork")
 WORKERS = 6
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has fewer processors than a loader has workers."""
+    monkeypatch.setattr(pace, "cores_of_rank", lambda: 2.0)
 
 
 class _Dataset:
@@ -74,6 +81,12 @@ def _begun(dataset: _Dataset) -> int:
 def test_only_so_many_workers_work_at_once_and_all_batches_come() -> None:
     with _working(pace.Pace(CONTEXT, WORKERS, 2)) as (dataset, _):
         assert _begun(dataset) == 2
+
+
+def test_workers_with_a_processor_each_take_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "cores_of_rank", lambda: float(WORKERS))
+    with _working(pace.Pace(CONTEXT, WORKERS, 1)) as (dataset, _):
+        assert _begun(dataset) == WORKERS
 
 
 def test_turns_that_are_taken_away_end_when_they_are_given_back() -> None:

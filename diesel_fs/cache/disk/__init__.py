@@ -17,8 +17,8 @@ room in the folder, for all its stores, and evicts. `chunks.py` has the tier of 
 nodes of a task. `logs.py` has the files of order logs (`order_logs/` reads and writes them): copies
 of files in the order in which a mount will read them. While a dataset has order logs in use, none
 of its chunks are written, and those that are here are evicted for the logs. `jobs.py` records the
-uses of datasets, `rule.py` says by what a process evicts, `speed.py` measures the disk, and
-`listing.py` serves programs that only look.
+uses of datasets, `rule.py` has the rule by which a process evicts, `speed.py` measures the disk,
+and `listing.py` serves programs that only look.
 
 Eviction: a process that needs room evicts for all datasets. It spares two kinds of chunks. A job
 that uses a dataset *pins* its chunks for other datasets: a mount or a node of a task holds a shared

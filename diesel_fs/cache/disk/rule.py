@@ -1,5 +1,5 @@
-"""By what a process that needs room in a cache's folder evicts. The module imports no numpy, so
-that `dlcmd mount` starts fast.
+"""The rule by which a process that needs room in a cache's folder evicts chunks. The module imports
+no numpy, so that `dlcmd mount` starts fast.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Order logs: files on a local disk, in the order in which they will be read next (LCache, sections
 III and V). `../ORDER_LOG.md` defines them.
 
-Every entry is checked when it is read, so a log may be wrong or lost at any time: what it lacks is
-read from the store. A failure of the disk is logged once, and the logs pause.
+Every entry is checked when it is read, so a log may be wrong or lost at any time: files that it
+lacks are read from the store. A failure of the disk is logged once, and the logs pause.
 
 Start in `logs.py`, whose classes a mount's prefetch worker calls. `streams.py` decides which log
 each stream (a reader with an order of its own) reads and writes, and `layout.py` the place of each

@@ -110,7 +110,7 @@ class LogCut:
 
     @property
     def entry_count(self) -> int:
-        """Of the dataset."""
+        """The number of entries of the dataset."""
         return len(self._sizes)
 
     def stored_units(self, entries: Entries) -> npt.NDArray[np.uint32]:
@@ -181,8 +181,8 @@ class LogLayout:
         self, cut: LogCut, entries: Entries, limit_bytes: int, starts: Sequence[int] | None = None
     ) -> None:
         """`entries` are the entries of the cut, sorted by segment. The log gets as many segments,
-        from the first on, as fit in `limit_bytes`. `starts`: where each segment begins; None: each
-        begins where the one before it ends."""
+        from the first on, as fit in `limit_bytes`. `starts`: the offset of each segment; None: each
+        begins at the end of the one before it."""
         segments = int(cut.segment[-1]) + 1 if len(entries) else 0
         first = np.searchsorted(cut.segment, np.arange(segments + 1))
         behind = np.concatenate([np.zeros(1, np.uint32), cut.stored_units(entries)])
@@ -242,7 +242,7 @@ class LogLayout:
         return places
 
     def offset(self, places: Places) -> npt.NDArray[np.int64]:
-        """Where the content at each place begins in the file."""
+        """The offset in the file of the content at each place."""
         return self._offset[places].astype(np.int64) * self.unit
 
     def segment_of(self, places: Places) -> npt.NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Reads a mount's files from order logs, and copies what is read to the logs of the next epoch.
+"""Reads a mount's files from order logs, and copies them to the logs of the next epoch.
 
 `LoggedReader` puts `OrderLogs` in front of another reader of a mount's prefetch worker.
 

@@ -1,7 +1,7 @@
-"""What a session does for the prefetch worker.
+"""The side of a session that serves the prefetch worker.
 
-It reports READs of files that were not in the page cache (misses), and files that the kernel has
-forgotten. It holds the READ of a file that the worker pushes soon (`push_status.py`).
+The session reports misses (READs of files that were not in the page cache) and files that the
+kernel has forgotten. It holds the READ of a file that the worker pushes soon (`push_status.py`).
 
 Concurrency: the session's thread. Only `held_or_read` waits.
 """

@@ -27,7 +27,7 @@ SPARE = 1.5
 """Workers over those that keep all processors busy on average: some wait for files at the same
 time."""
 _MEASURED_MIN = 8  # batches before the first decision
-_BATCHES, _FETCH_S, _CPU_S, _COUNTED = 0, 1, 2, 3  # what a worker has measured, and how many values
+_BATCHES, _FETCH_S, _CPU_S, _COUNTED = 0, 1, 2, 3  # the values of a worker, and their number
 
 
 class _Lock(Protocol):
@@ -50,7 +50,7 @@ class _Context(Protocol):
 
 
 class Turns(NamedTuple):
-    """What the loop's process and the workers of one iterator share."""
+    """The memory and locks that the loop's process and the workers of one iterator share."""
 
     turns: _Lock  # a semaphore
     next: _Lock  # held by the worker that gets the next turn: the others queue here
@@ -123,7 +123,8 @@ class TurnTaker:
     def __init__(self, shared: Turns, worker: int, turn_s: float = TURN_S) -> None:
         """`turn_s`: the longest wait for a turn."""
         self._shared, self._worker, self._turn_s = shared, worker, turn_s
-        self._takes_turns = True
+        # With a processor for each worker, all may work at once, and turns would only cost time
+        self._takes_turns = len(shared.measured) > _COUNTED * cores_of_rank()
 
     def install(self, kind: type | None = None) -> None:
         """Wrap the `fetch` of a class, by default of torch's for map-style datasets."""
