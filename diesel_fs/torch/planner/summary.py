@@ -198,7 +198,9 @@ class Summary:
         elif not self.epochs:
             lines.append("no DataLoader has read files in a known order: nothing was announced")
         elif not self.planned_epochs:
-            lines.append("no file that was read lies in a mount: nothing was announced")
+            lines.append(
+                "no file that was read lies in a mount that takes plans: nothing was announced"
+            )
         else:
             lines.append(
                 f"announced {self.planned_epochs} of {self.epochs} epochs, {self.files:,} files"
