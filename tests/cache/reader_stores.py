@@ -129,6 +129,8 @@ class Columns(ReadWrapper):
             contents = [self._part(*each) for each in parts[some].tolist()]
             yield ReadGroup(some.tolist(), contents, self.checks and number % 2 == 1)
 
+    is_slow = False
+
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         return np.zeros(len(chunks), np.int32)
 

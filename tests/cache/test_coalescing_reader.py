@@ -228,6 +228,21 @@ def test_announced_units_are_read_ahead_and_given_up_when_the_plan_changes(data:
     assert not reader._fetcher._flights
 
 
+def test_units_under_way_beyond_the_limit_are_kept_if_the_order_of_units_changes(
+    data: Dataset,
+) -> None:
+    reader = slow_reader(Slow(data.store), data)
+    text, large, small = data.rows(b"text"), data.rows(b"large"), data.rows(b"small")
+    reader.prefetch([text, large])
+    before = set(reader._fetcher._flights)
+    assert before
+    reader._limits = reader._fetcher._limits = ReadLimits(ahead_bytes=0)
+    reader.prefetch([small, large, text])
+    assert set(reader._fetcher._flights) == before, "not given up, and nothing else begun"
+    reader.prefetch([small])
+    assert not reader._fetcher._flights, "nobody will want them"
+
+
 def all_read_ahead(slow: Slow, data: Dataset) -> CoalescingReader:
     reader = slow_reader(slow, data)
     reader.prefetch([data.files])

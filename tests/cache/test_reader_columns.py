@@ -21,6 +21,7 @@ from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.entries import Bytes
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.storage.objects.store import IN_MEMORY, ChunkParts, ReadGroup
+from tests.waiting import until
 
 from .conftest import FILES, Counting
 from .reader_stores import Columns, Positions
@@ -214,3 +215,38 @@ def test_costs_are_predicted_by_the_places_of_chunks(store: Counting, view: Snap
     here, elsewhere = reader.read_costs([files[is_here], files[~is_here]])
     assert here == (0.0, 0.0)
     assert sum(elsewhere) > 0.02  # more on a busy machine
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_contents_that_were_requested_ahead_are_taken_at_once_from_a_slow_place(
+    store: Counting, view: Snapshot, *, is_slow: bool
+) -> None:
+    """A task's cache asks the store only for what its nodes lack, so after their answers."""
+    columns = Columns(store, view, groups=4)
+    columns.is_slow = is_slow
+    reader = CoalescingReader(view, columns, limits=APART)
+    unit = rows_of(view, range(0, 80, 2))
+    reader.prefetch([unit])
+    if is_slow:
+        until(lambda: len(store.reads) == len(unit), "all contents")
+    else:
+        assert not store.reads, "the caller takes them"
+    pushed(reader, view, unit)
+    assert len(store.reads) == len(unit)
+    reader.close()
+
+
+def test_an_error_of_a_request_ahead_comes_to_each_unit_that_shares_it(
+    store: Counting, view: Snapshot
+) -> None:
+    columns = Columns(store, view, groups=4)
+    columns.is_slow = columns.fails = True
+    reader = CoalescingReader(view, columns, limits=APART)
+    unit = rows_of(view, range(0, 80, 2))
+    reader.prefetch([unit])
+    with pytest.raises(ObjectStoreError):
+        list(reader.batches(unit[:20]))
+    with pytest.raises(ObjectStoreError):
+        list(reader.batches(unit))
+    columns.fails = False
+    pushed(reader, view, unit)

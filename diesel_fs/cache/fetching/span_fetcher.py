@@ -7,12 +7,16 @@ are wanted.
 
 Concurrency: one thread at a time calls; only `costs_of`, `places` and `is_slow` may be called
 beside it. Requests go on in the `ChunkReader`'s threads or in other nodes, but the caller's thread
-takes the contents. So nothing here changes between two calls.
+takes the contents. So nothing here changes between two calls. A `ChunkReader` that asks two places
+in turn, as a task's nodes and then the store for what they lack, goes on only if somebody takes its
+contents: for requests ahead of time a thread does (`_Ahead`).
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,13 +24,23 @@ import numpy.typing as npt
 
 from ...errors import DieselError, ObjectMissing
 from ...format.snapshot.reader import Snapshot
-from ...storage.objects.store import IN_STORE, ChunkReader, ObjectStore, batched_parts
+from ...storage.objects.store import (
+    IN_STORE,
+    ChunkReader,
+    ObjectStore,
+    ReadGroup,
+    batched_parts,
+)
 from ..policies.costs import ReadCosts
 from .chunk_source import ChunkSource
 from .coalesce import ReadLimits
 from .flights import FlightTable
 from .read_plan import Span
 from .stored_parts import StoredParts
+
+AHEAD_THREADS = 16
+"""Requests ahead of time whose contents are taken at once: those of the pushes that a mount
+announces."""
 
 ARRIVED_S_MIN = 0.0002
 """If the caller waits less than this for contents, they had arrived before, at an unknown time, and
@@ -45,17 +59,23 @@ class _Asked:
     """One request, and what has arrived of it."""
 
     def __init__(
-        self, spans: Sequence[Span], reader: ChunkReader, note: Callable[[int, int, float], None]
+        self,
+        spans: Sequence[Span],
+        reader: ChunkReader,
+        note: Callable[[int, int, float], None],
+        threads: ThreadPoolExecutor | None,
     ) -> None:
         """`note` is called when the caller has waited for contents: with their place
-        (`ChunkReader.places`), their number of bytes, and the time of the request."""
+        (`ChunkReader.places`), their number of bytes, and the time of the request. With `threads`,
+        one of them takes the contents from `reader`."""
         self.spans = spans
         self._note = note
         self._asked_s = time.monotonic()
         parts = np.array(spans, np.uint32)
         self._places = reader.places(parts[:, 0].astype(np.int64))  # nodes
         self.bytes = int(parts[:, 2].sum(dtype=np.int64))
-        self._reading = reader.begin(parts)
+        reading = reader.begin(parts)
+        self._reading = reading if threads is None else _Ahead(reading, threads)
         self.wanted = len(spans)  # how many of the spans are still wanted
         self._arrived: list[Arrived] = []
         self._error: DieselError | None = None
@@ -91,6 +111,34 @@ class _Asked:
             close()
 
 
+class _Ahead(Iterator[ReadGroup]):
+    """The groups of `reading`, which a thread takes as they arrive."""
+
+    def __init__(self, reading: Iterator[ReadGroup], threads: ThreadPoolExecutor) -> None:
+        self._arrived: SimpleQueue[ReadGroup | BaseException] = SimpleQueue()
+        self._is_wanted = True
+        threads.submit(self._take, reading)
+
+    def _take(self, reading: Iterator[ReadGroup]) -> None:
+        end: BaseException = StopIteration()
+        try:
+            while self._is_wanted:
+                self._arrived.put(next(reading))
+        except BaseException as error:  # the caller gets it
+            end = error
+        self._arrived.put(end)
+
+    def __next__(self) -> ReadGroup:
+        group = self._arrived.get()
+        if isinstance(group, BaseException):
+            self._arrived.put(group)  # for the next call
+            raise group
+        return group
+
+    def close(self) -> None:
+        self._is_wanted = False
+
+
 class SpanFetcher:
     def __init__(
         self, snapshot: Snapshot, objects: ObjectStore, limits: ReadLimits, counts: Counter[str]
@@ -109,6 +157,7 @@ class SpanFetcher:
         # One buffer is kept: new memory costs as much as reading into it.
         self._buffer = np.empty(limits.span_bytes, np.uint8).data
         self._flights: FlightTable[int, _Asked] = FlightTable()
+        self._threads: ThreadPoolExecutor | None = None  # if any have been needed
 
     @property
     def batches_reads(self) -> bool:
@@ -116,9 +165,13 @@ class SpanFetcher:
 
     @property
     def is_slow(self) -> bool:
-        """Whether several reads at once are faster than one after the other: a store with a
-        latency. True before the first read."""
-        return not self._reads.batches_reads and self._stored.costs.is_slow
+        """As `ChunkReader.is_slow`."""
+        return self._chunks.is_slow
+
+    @property
+    def reads_at_once(self) -> bool:
+        """Whether each span is a request of its own, several at a time, since the store is slow."""
+        return not self._reads.batches_reads and self._stored.is_slow
 
     def has_any_in_flight(self, spans: Sequence[Span]) -> bool:
         return not self._flights.keys().isdisjoint(spans)
@@ -139,6 +192,9 @@ class SpanFetcher:
     def close(self) -> None:
         """Stop reading ahead. Repeatable."""
         self._stored.close()
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False)
 
     def begin(self, spans: Sequence[Span], *, are_due: bool = False) -> int:
         """Begin to read these spans, in their order, as far as there is room. Returns how many are
@@ -156,11 +212,14 @@ class SpanFetcher:
                 wanted[span] = None
             begun += 1
         for group in self.requests([*wanted]):
-            flights.begin(group, self._start(group))
+            flights.begin(group, self._start(group, is_ahead=not are_due))
         return begun
 
-    def _start(self, spans: Sequence[Span]) -> _Asked:
-        asked = _Asked(spans, self._chunks, self._note_asked)
+    def _start(self, spans: Sequence[Span], *, is_ahead: bool = False) -> _Asked:
+        threads = None
+        if is_ahead and self._chunks is not self._stored and self.is_slow:
+            threads = self._threads = self._threads or ThreadPoolExecutor(AHEAD_THREADS, "ahead")
+        asked = _Asked(spans, self._chunks, self._note_asked, threads)
         self._counts["fetches"] += 1
         self._counts["fetched_bytes"] += asked.bytes
         return asked

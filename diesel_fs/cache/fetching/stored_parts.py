@@ -55,7 +55,7 @@ class StoredParts:
         if self._reads.batches_reads:
             requests = batched_parts(wanted, BATCH_PARTS_MAX, BATCH_BYTES_MAX)
             return _Arriving([self._pool().submit(self._together, some) for some in requests])
-        if self.costs.is_slow:
+        if self.is_slow:
             return self._at_once(wanted)
         return self._one_by_one(wanted)
 
@@ -70,6 +70,10 @@ class StoredParts:
                 yield from self._at_once(wanted[place:], place)
                 return
             yield ReadGroup((place,), self._together([each]), False)
+
+    @property
+    def is_slow(self) -> bool:
+        return self.costs.is_slow
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         return np.full(len(chunks), IN_STORE, np.int32)

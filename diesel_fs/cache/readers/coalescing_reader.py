@@ -135,7 +135,7 @@ class CoalescingReader:
             return
         for chunk, group in groupby(range(len(plan.spans)), lambda at: plan.spans[at][0]):
             numbers = list(group)
-            if self.is_slow and len(plan.spans) > numbers[0] + 1:
+            if self._fetcher.reads_at_once and len(plan.spans) > numbers[0] + 1:
                 # Perhaps only now: the first reads show that a store is slow.
                 yield from self._read_at_once(plan, numbers[0])
                 return
@@ -151,19 +151,24 @@ class CoalescingReader:
     def prefetch(self, units: Sequence[SomeEntries]) -> None:
         """As `BatchSource.prefetch`. Reads ahead if the store is slow or takes many reads in one
         request, up to `ReadLimits.ahead_bytes`. Gives up units of earlier calls that are not among
-        these."""
+        these. Beyond the limit it begins no unit, but keeps those that are under way: the order of
+        several streams' units changes from call to call."""
         if not (self.is_slow or self._fetcher.is_busy or self._fetcher.batches_reads):
             return
         before, self._units = self._units, {}
         ahead_bytes = 0
         still_wanted: set[Span] = set()  # by units that were not announced before
         for entries in units:
-            if ahead_bytes > self._limits.ahead_bytes:
-                break
             key = entries.tobytes()
             unit = before.pop(key, None) or self._units.get(key)
             if unit is None:
-                unit = self._announced(entries, before.values())
+                unit = self._narrowed(entries, before.values())
+                still_wanted.update(() if unit is None else unit.plan.spans)
+            is_far = ahead_bytes > self._limits.ahead_bytes
+            if is_far and (unit is None or not self._is_under_way(unit)):
+                continue
+            if unit is None:
+                unit = _AnnouncedUnit(frozenset(entries.tolist()), self._plan(entries))
                 still_wanted.update(unit.plan.spans)
             ahead_bytes += unit.plan.bytes
             self._units[key] = unit
@@ -194,14 +199,20 @@ class CoalescingReader:
                 latency_s, transfer_s = max(latency_s, latency), transfer_s + transfer
         return latency_s, transfer_s
 
-    def _announced(self, entries: SomeEntries, before: Iterable[_AnnouncedUnit]) -> _AnnouncedUnit:
-        """If the entries are a unit of `before` without some that other readers have read, its
-        spans in flight are used, although they bring too much."""
+    def _narrowed(
+        self, entries: SomeEntries, before: Iterable[_AnnouncedUnit]
+    ) -> _AnnouncedUnit | None:
+        """If the entries are a unit of `before` that is under way, without some that other readers
+        have read: that unit without these. Its spans in flight are used, although they bring too
+        much."""
         wanted = frozenset(entries.tolist())
         for other in before:
-            if wanted <= other.entries and self._fetcher.has_any_in_flight(other.plan.spans):
+            if wanted <= other.entries and self._is_under_way(other):
                 return _AnnouncedUnit(wanted, other.plan.narrowed(entries))
-        return _AnnouncedUnit(wanted, self._plan(entries))
+        return None
+
+    def _is_under_way(self, unit: _AnnouncedUnit) -> bool:
+        return self._fetcher.has_any_in_flight(unit.plan.spans)
 
     @property
     def is_slow(self) -> bool:
@@ -300,8 +311,8 @@ class CoalescingReader:
             self._snapshot,
             entries,
             gap_bytes=limits.batched_gap_bytes if fetcher.batches_reads else limits.gap_bytes,
-            span_bytes=limits.slow_span_bytes if fetcher.is_slow else limits.span_bytes,
-            sparse_gap_bytes=limits.sparse_gap_bytes if fetcher.is_slow else None,
+            span_bytes=limits.slow_span_bytes if fetcher.reads_at_once else limits.span_bytes,
+            sparse_gap_bytes=limits.sparse_gap_bytes if fetcher.reads_at_once else None,
         )
 
     def close(self) -> None:

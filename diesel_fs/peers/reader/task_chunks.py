@@ -80,6 +80,9 @@ COUNTS = (
 """Parts by source (mapped memory, this node's master, another node, the object store), whole chunks
 from files of this node's disk cache, late answers, pinned chunks, damaged parts."""
 
+_STORE_PART_MIN, _READS_AVERAGED = 1 / 64, 8
+"""The store counts (`TaskChunks.is_slow`) if it gives this part of the parts of the last reads."""
+
 _Remembered = tuple[wire.Parts, npt.NDArray[np.int32]] | tuple[int, int, int, int]
 """A request's parts, and the rank that was asked for each; or the chunk, start and bytes of one
 part, and the rank."""
@@ -121,6 +124,7 @@ class TaskChunks:
         self._table: OwnerTableView | None = None
         self._generation = -1
         self._is_closed = False
+        self._store_part = 1.0  # of the parts read lately
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.start_anew()
         start_anew_in_forks(self)
@@ -213,12 +217,19 @@ class TaskChunks:
             else:
                 counts["peer_reads"] += len(group_places)
             yield ReadGroup(group_places, _cut(payload, group_sizes), False)
+        part = len(not_here) / max(len(places), 1)
+        self._store_part += (part - self._store_part) / _READS_AVERAGED
         if not_here:
             counts["store_reads"] += len(not_here)
             for found in self.stored.begin(parts[not_here]):
                 # The caller's positions
                 here = [places[not_here[each]] for each in found.places]
                 yield ReadGroup(here, found.contents, False)
+
+    @property
+    def is_slow(self) -> bool:
+        """As `ChunkReader.is_slow`: whether the store is slow, and gives some of the parts."""
+        return self._store_part > _STORE_PART_MIN and self.stored.is_slow
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """As `ChunkReader.places`: ranks of owners, `MAPPED` and `NOBODY`, which equal `IN_MEMORY`

@@ -181,6 +181,11 @@ class ChunkReader(Protocol):
         `ObjectStore.read_into`.
         """
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether parts lately came from a place that takes long to answer, so that it helps to
+        read many at once, and ahead. True before the first read of such a place."""
+
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """The number of the node from which each chunk would be read now, as far as this process
         knows; `IN_MEMORY` for this process's memory, `IN_STORE` for the object store."""

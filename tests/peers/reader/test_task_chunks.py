@@ -148,3 +148,21 @@ def test_with_through_master_all_requests_go_to_the_own_master(
     assert client.inner.reads == 0
     assert owner.hellos == []
     assert master.flags == [wire.LOAD | wire.THROUGH] * 2 + [wire.LOAD]
+
+
+def test_it_is_slow_while_a_slow_store_gives_parts_that_the_nodes_lack(
+    client: Client, master: FakeMaster, owner: FakeOwner
+) -> None:
+    chunks = client.store._chunks
+    assert chunks.is_slow, "nothing was read yet"
+    for _ in range(40):
+        client.read(0, 1)
+    assert not chunks.is_slow, "the nodes have all"
+    client.inner.delay_s = 0.02
+    master.set_owners({0: OTHER, 1: 9}, owner)
+    client.read(0, 1)
+    assert chunks.is_slow
+    client.inner.delay_s = 0.0
+    for _ in range(80):
+        client.read(0, 1)
+    assert not chunks.is_slow, "the store is fast"
