@@ -1,9 +1,8 @@
 """Finds pushed files that the kernel has freed, and has them pushed again.
 
 The kernel does not report that. Either a READ of a pushed file reaches the mount, or a *sample* of
-a few files that a reader will come to next shows that one is not resident any more. Files near a
-freed one are assumed to be gone as well, because the kernel frees pages in about the order of their
-use.
+a few files that a reader will come to next shows that one is not resident any more. Then a *check*
+samples the files near the freed one, since the kernel frees pages in about the order of their use.
 """
 
 from collections import deque
@@ -13,6 +12,7 @@ import numpy as np
 
 from ...orders.plan import Entries
 from .decisions import PrefetchCounters, Sample
+from .eviction import Mask
 from .miss_fill import ChunkEntries
 from .resident_set import Clock, ResidentSet
 from .streams.markers import MARKER_STRIDE
@@ -27,6 +27,9 @@ one may come from a READ that began before the push."""
 SAMPLE_ENTRIES = 32
 """One sample looks at this many, evenly chosen from a reader's next `SAMPLE_AHEAD_ENTRIES`."""
 SAMPLE_AHEAD_ENTRIES = 8_192
+FREED_DIVISOR = 4
+"""If a check finds a quarter of its sample freed, the files that it did not look at count as freed,
+too."""
 
 
 @dataclass(slots=True)
@@ -38,6 +41,8 @@ class FreedPages:
     watches: Watches
     clock: Clock
     _push_again: deque[Entries] = field(default_factory=deque)
+    _suspected: deque[Entries] = field(default_factory=deque)  # entries near freed ones
+    _checking: Entries | None = None  # those of which a sample is being looked at
 
     def push_again(self, entries: Entries) -> None:
         """`next` returns these, unless they are resident by then, or there are streams and none
@@ -66,25 +71,62 @@ class FreedPages:
         tracker: StreamTracker | None,
         position: int,
         counters: PrefetchCounters,
+        *,
+        was_read: bool,
     ) -> None:
-        """Note that the kernel has freed an entry's pages, and probably those of entries around it:
-        all are pushed again. If the chunk was pushed again a short time ago, only this entry is
-        noted, and nothing is pushed. `tracker` and `position`: the stream whose reader is nearest,
-        and the entry's position there; None and -1 if no stream has the entry."""
-        neighbours = np.array([entry], np.uint32)
+        """Note that the kernel has freed an entry's pages; unless a READ has brought them back
+        (`was_read`), they are pushed again. Entries near it, in the chunk and in the order, get a
+        `check`, unless the chunk had one a short time ago. `tracker` and `position`: the stream
+        whose reader is nearest, and the entry's position there; None and -1 if no stream has the
+        entry."""
+        alone = np.array([entry], np.uint32)
+        counters["lost_entries"] += 1
+        self.resident_set.remove(alone)
+        since_start_s = self.clock.since_start_s(self.clock.now_s)
+        if was_read:
+            self.resident_set.note_read(entry, since_start_s)
         chunk = int(self.columns.chunk[entry])
-        if self.chunk_entries.may_push(chunk, self.clock.now_s):
-            neighbours = self.chunk_entries.of(chunk)
-            if tracker is not None:
-                following = tracker.claims.entries(position, MARKER_STRIDE)
-                neighbours = np.concatenate([neighbours, following])
-            since_start_s = self.clock.since_start_s(self.clock.now_s)
-            pushed_ago_s = since_start_s - self.resident_set.pushed_s[neighbours]
-            freed = (pushed_ago_s >= LATE_READ_S) | (neighbours == entry)
-            neighbours = np.unique(neighbours[self.resident_set.resident[neighbours] & freed])
-            self._push_again.append(neighbours)
-        counters["lost_entries"] += len(neighbours)
-        self.resident_set.remove(neighbours)
+        if not self.chunk_entries.may_push(chunk, self.clock.now_s):
+            return
+        if not was_read:
+            self._push_again.append(alone)
+        places = [self.chunk_entries.of(chunk)]
+        if tracker is not None:
+            places.append(tracker.claims.entries(position, MARKER_STRIDE))
+        for near in places:
+            pushed_ago_s = since_start_s - self.resident_set.pushed_s[near]
+            self._suspected.append(np.unique(near[pushed_ago_s >= LATE_READ_S]))
+
+    def check(self) -> Sample | None:
+        """A few entries near freed ones, for `checked`."""
+        while self._suspected:
+            near = self._suspected.popleft()
+            near = near[self.resident_set.resident[near]]
+            if len(some := self._unwatched(near)):
+                self._checking = near
+                return Sample(some)
+        return None
+
+    def checked(self, entries: Entries, resident: Mask, counters: PrefetchCounters) -> bool:
+        """Note which of the entries of a sample are resident, if `check` has chosen it; returns
+        whether it has. Freed entries are pushed again."""
+        near, self._checking = self._checking, None
+        if near is None:
+            return False
+        freed = entries[~resident]
+        if FREED_DIVISOR * len(freed) >= len(entries):
+            freed = np.union1d(freed, np.setdiff1d(near, entries))
+        freed = freed[self.resident_set.resident[freed]]
+        counters["lost_entries"] += len(freed)
+        self.resident_set.remove(freed)
+        self._push_again.append(freed)
+        return True
+
+    def _unwatched(self, entries: Entries) -> Entries:
+        """At most `SAMPLE_ENTRIES` of these, evenly chosen, without watched ones."""
+        some = entries[:: max(1, len(entries) // SAMPLE_ENTRIES)][:SAMPLE_ENTRIES]
+        some = np.unique(some[self.resident_set.resident[some]])
+        return some[[not self.watches.is_watched(entry) for entry in some.tolist()]]
 
     def sample(self, now_s: float) -> Sample | None:
         """A few entries that a reader will read next; the streams take turns. None if no stream is
@@ -95,9 +137,6 @@ class FreedPages:
                 continue
             tracker.sampled_s = now_s
             ahead = tracker.claims.entries(tracker.reader.high, SAMPLE_AHEAD_ENTRIES)
-            ahead = ahead[:: max(1, len(ahead) // SAMPLE_ENTRIES)][:SAMPLE_ENTRIES]
-            ahead = np.unique(ahead[self.resident_set.resident[ahead]])
-            unwatched = [not self.watches.is_watched(entry) for entry in ahead.tolist()]
-            if any(unwatched):
-                return Sample(ahead[unwatched])
+            if len(some := self._unwatched(ahead)):
+                return Sample(some)
         return None

@@ -179,7 +179,7 @@ class PrefetchPlanner:
         tracker, position = signs.stream_of_read(self.streams, entry, now_s, is_sure=is_sure)
         if self.resident_set.resident[entry]:
             if self._freed.was_read_late(entry, now_s):
-                self._freed.note_freed(entry, tracker, position, self._counters)
+                self._freed.note_freed(entry, tracker, position, self._counters, was_read=True)
             return
         self.resident_set.note_read(entry, self._clock.since_start_s(now_s))
         need = int(pages[entry]) * PAGE_BYTES
@@ -229,13 +229,16 @@ class PrefetchPlanner:
 
     def sampled(self, entries: EntryOrder, resident_mask: Mask) -> None:
         """Report which of these entries are resident, after a sample or at any time."""
+        checked, resident = self._columns.checked(entries), np.asarray(resident_mask, np.bool_)
         if isinstance(self._outstanding, Sample):
             self._outstanding = None
-        freed = self._columns.checked(entries)[~np.asarray(resident_mask, np.bool_)]
+            if self._freed.checked(checked, resident, self._counters):
+                return
+        freed = checked[~resident]
         for entry in freed[self.resident_set.resident[freed]].tolist():
             if self.resident_set.resident[entry]:  # not removed with an earlier one
                 tracker, position = signs.nearest_stream(self.streams, entry)
-                self._freed.note_freed(entry, tracker, position, self._counters)
+                self._freed.note_freed(entry, tracker, position, self._counters, was_read=False)
 
     # Questions
 
@@ -284,6 +287,7 @@ class PrefetchPlanner:
         decision = (
             self._room.shrink()
             or self._room.unwatch(UNWATCH_MIN)
+            or self._freed.check()
             or self._next_push(now_s)
             or self._freed.sample(now_s)
             or self._room.unwatch(1)

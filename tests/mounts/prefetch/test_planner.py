@@ -254,6 +254,24 @@ def test_freed_pages_are_pushed_again() -> None:
     assert machine.planner.stats()["lost_entries"] > 0
 
 
+@each_row("freed, pushed_again", [(1, (0, 0)), (6, (0, 8)), (64, (55, 64))])
+def test_only_what_the_kernel_has_freed_is_pushed_again(
+    freed: int, pushed_again: tuple[int, int]
+) -> None:
+    """A READ shows that one file has gone. A sample then shows whether its neighbours have, too."""
+    order = chunk_wise(CHUNKS, 4, 1)
+    machine = pushed_ahead(1.2, stream("a", order))
+    machine.now_s += 10
+    machine.planner.streams.progress("a", 10, machine.now_s)
+    chunk = [entry for entry in order if entry // CHUNK_ENTRIES == order[0] // CHUNK_ENTRIES]
+    gone = chunk[:: len(chunk) // freed][:freed]
+    machine.cached.difference_update(gone)
+    before = machine.pushed
+    machine.open_and_read("a", gone[0])
+    machine.run_until_idle()
+    assert pushed_again[0] <= machine.pushed - before <= pushed_again[1]
+
+
 def test_a_tentative_stream_costs_nothing_until_it_is_followed() -> None:
     """One read may be another program's."""
     machine = pushed_ahead(0.1, stream("a", shuffled(1)))
