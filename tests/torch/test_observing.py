@@ -3,6 +3,7 @@ plan by either is soon given up.
 """
 
 import ctypes
+import io
 import os
 import sys
 import weakref
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from diesel_fs.torch.hook.diesel_hook.files import KnownDatasets, NestedDataset
@@ -214,6 +216,38 @@ def test_T1_a_partial_list_is_completed_by_learning(tmp_path: Path) -> None:
     assert rows_of(data) == rows
     assert rows_of(data, is_listed=False) == rows
     assert rows_of(data, is_listed=False, may_learn=False) == rows[:16]
+
+
+class ManyWays(Files):
+    """Python opens files in several ways. A file that is written is not one of the sample's."""
+
+    def __getitem__(self, index: int) -> int:
+        path = Path(self.samples[index][0])
+        with open(path.with_name("log"), mode="a"), path.with_name("more").open("w"):
+            os.close(os.open(path.with_name("out"), os.O_WRONLY | os.O_CREAT))
+        ways: list[Callable[[], object]] = [
+            lambda: open(file=path).close(),
+            lambda: io.open(os.fspath(path), "rb").close(),  # noqa: UP020  (a name of its own)
+            lambda: os.close(os.open(path, os.O_RDONLY)),
+            path.read_bytes,
+            lambda: np.fromfile(path, np.uint8),
+        ]
+        ways[index % len(ways)]()
+        return index
+
+
+def test_T1_a_list_is_checked_without_an_audit_hook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook could not be removed, and would cost a microsecond for each file of a loop."""
+    hooks: list[object] = []
+    monkeypatch.setattr(sys, "addaudithook", hooks.append)
+    opens = open, io.open, os.open
+    assert rows_of(ManyWays(tmp_path)) == [(at, True, [str(at)]) for at in range(16)]
+    assert not hooks
+    assert (open, io.open, os.open) == opens
+    rows_of(ManyWays(tmp_path), is_listed=False)
+    assert len(hooks) == 1
 
 
 def test_T1_between_checks_a_class_is_unchanged(tmp_path: Path) -> None:

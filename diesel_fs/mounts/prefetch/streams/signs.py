@@ -17,7 +17,8 @@ def note_open(streams: Streams, watches: Watches, entry: int, now_s: float) -> N
     users = tuple(watches.users.get(entry, ()))
     if not users:
         return
-    least = min(_nearest(each, entry)[1] for each in streams.trackers.values())
+    found = {name: _nearest(each, entry) for name, each in streams.trackers.items()}
+    least = min(distance for _, distance in found.values())
     for name in {name for name, _ in users}:
         tracker = streams.trackers[name]
         high = tracker.reader.high
@@ -26,7 +27,7 @@ def note_open(streams: Streams, watches: Watches, entry: int, now_s: float) -> N
         if abs(nearest - high) <= least + MARKER_STRIDE:
             # The order may have the file before the marker, too: the end of an epoch may have one
             # of the first files of the next. The reader comes to that place first
-            first, _ = _nearest(tracker, entry)
+            first, _ = found[name]
             tracker.reader.note_open(first if high <= first < nearest else nearest, now_s)
 
 

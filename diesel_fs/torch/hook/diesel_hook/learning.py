@@ -3,7 +3,8 @@
 This happens in the processes that read the samples: the loader's workers, if it has any. The
 wrapped `__getitem__` of the dataset's class records the index, and an audit hook records the files
 that Python opens meanwhile. Audit hooks do not see the files that native libraries open, so some of
-their readers are wrapped by name.
+their readers are wrapped by name. An audit hook cannot be removed, so there is none while samples
+are only checked: then the functions that open files are wrapped during a check.
 
 A few samples are *checked*: the first ones of an epoch, then one in a second. Their files are sent
 in any case, so that the launcher notices a plan of files that are never read. If a listed file was
@@ -15,7 +16,9 @@ checks.
 
 from __future__ import annotations
 
+import builtins
 import functools
+import io
 import operator
 import os
 import sys
@@ -23,8 +26,8 @@ import threading
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 from .files import FileListing, NestedDataset
@@ -141,13 +144,45 @@ class Learner:
         samples."""
         if id(dataset) in self._known or not hasattr(type(dataset), "__getitem__"):
             return
+        known = _Known(dataset, part, may_learn=may_learn)
+        if known.learns:
+            self._watch_all()
+        with self._wraps:
+            self._unwrap()
+            self._known[id(dataset)] = known
+            self._wrap_all()
+
+    def _watch_all(self) -> None:
+        """See all files that Python opens from now on, which costs a microsecond for each."""
         if not self._is_watching:
             sys.addaudithook(self._on_event)
             self._is_watching = True
-        with self._wraps:
-            self._unwrap()
-            self._known[id(dataset)] = _Known(dataset, part, may_learn=may_learn)
-            self._wrap_all()
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """See the files that Python opens within this context."""
+        undo = []
+        if not self._is_watching:
+            for module in (builtins, io, os):
+                original = module.open
+                module.open = opening = self._opener(original)  # type: ignore[attr-defined] # they have it
+                undo.append(functools.partial(_restore, module, "open", original, opening))
+        try:
+            yield
+        finally:
+            for each in undo:
+                each()
+
+    def _opener(self, original: _Function) -> _Function:
+        @functools.wraps(original)
+        def opening(*arguments: object, **named: object) -> object:
+            how = arguments[1] if len(arguments) > 1 else named.get("mode")
+            flags = how if isinstance(how, int) else os.O_RDWR * bool(set(str(how)) & set("wax+"))
+            path = arguments[0] if arguments else named.get("file", named.get("path"))
+            self._on_event("open", (path, None, named.get("flags", flags)))
+            return original(*arguments, **named)
+
+        return opening
 
     def stop(self) -> None:
         """Send the records, restore all classes and functions, and end the timers."""
@@ -311,7 +346,8 @@ class Learner:
     ) -> object:
         reading = self._reading = _Reading()
         try:
-            result = read()
+            with self._watching():
+                result = read()
         finally:
             self._reading = None
         with suppress(Exception):
@@ -352,6 +388,8 @@ class Learner:
             ]
         else:
             known.learns = known.may_learn
+            if known.learns:
+                self._watch_all()
             # Each sample gets an equal share, in the order of opening.
             share, rest = divmod(len(opened), len(wanted))
             if rest:

@@ -27,6 +27,9 @@ SPARE = 1.5
 """Workers over those that keep all processors busy on average: some wait for files at the same
 time."""
 _MEASURED_MIN = 8  # batches before the first decision
+_MEASURED_FIRST, _MEASURED_EVERY = 32, 8
+"""A worker measures its first batches, then one in eight: reading the kernel's clock of waits takes
+15 us."""
 _BATCHES, _FETCH_S, _CPU_S, _COUNTED = 0, 1, 2, 3  # the values of a worker, and their number
 
 
@@ -125,6 +128,7 @@ class TurnTaker:
         self._shared, self._worker, self._turn_s = shared, worker, turn_s
         # With a processor for each worker, all may work at once, and turns would only cost time
         self._takes_turns = len(shared.measured) > _COUNTED * cores_of_rank()
+        self._count = 0  # batches
 
     def install(self, kind: type | None = None) -> None:
         """Wrap the `fetch` of a class, by default of torch's for map-style datasets."""
@@ -137,7 +141,9 @@ class TurnTaker:
             begun = None
             with suppress(Exception):
                 self._takes_turns = self._takes_turns and self._take()
-                begun = _times()
+                self._count += 1
+                if self._count <= _MEASURED_FIRST or not self._count % _MEASURED_EVERY:
+                    begun = _times()
             has_turn = self._takes_turns
             try:
                 return original(*arguments)
