@@ -181,23 +181,25 @@ class CoalescingReader:
 
     def read_costs(self, units: Sequence[SomeEntries]) -> list[tuple[float, float]]:
         """As `BatchSource.read_costs`. A chunk of unknown place counts as in the store."""
-        return [self._read_cost(unit) for unit in units]
-
-    def _read_cost(self, entries: SomeEntries) -> tuple[float, float]:
+        if not units:
+            return []
         columns = self._snapshot.columns
+        entries = np.concatenate(units).astype(np.int64)
+        unit = np.repeat(np.arange(len(units)), [len(each) for each in units])
         has_many = (columns.flags[entries] & MANY_EXTENTS) != 0
         sizes = np.where(has_many, columns.size[entries], columns.stored[entries])
         limits, batches = self._limits, self._fetcher.batches_reads
         span_bytes = limits.batch_bytes if batches else limits.slow_span_bytes
-        chunks = self._snapshot.chunk_of(np.asarray(entries, np.int64))
+        chunks = self._snapshot.chunk_of(entries)
         places = np.where(chunks < 0, IN_MEMORY, self._fetcher.places(np.maximum(chunks, 0)))
-        latency_s = transfer_s = 0.0
-        for place in np.unique(places).tolist():
-            if place != IN_MEMORY:
-                size = int(sizes[places == place].sum(dtype=np.int64))
-                latency, transfer = self._fetcher.costs_of(place).cost(size, span_bytes)
-                latency_s, transfer_s = max(latency_s, latency), transfer_s + transfer
-        return latency_s, transfer_s
+        found = [(0.0, 0.0)] * len(units)
+        for place in np.unique(places[places != IN_MEMORY]).tolist():
+            costs, here = self._fetcher.costs_of(place), places == place
+            sums = np.bincount(unit[here], sizes[here], len(units))
+            for at in np.flatnonzero(sums).tolist():
+                latency_s, transfer_s = costs.cost(int(sums[at]), span_bytes)
+                found[at] = max(found[at][0], latency_s), found[at][1] + transfer_s
+        return found
 
     def _narrowed(
         self, entries: SomeEntries, before: Iterable[_AnnouncedUnit]

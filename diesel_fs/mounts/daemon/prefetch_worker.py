@@ -35,7 +35,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
@@ -487,7 +487,10 @@ class PrefetchWorker:
             return
         while True:
             coming = self._waiting.submit(next, batches, None)
-            while not wait((coming,), ANSWER_S).done:
+            while not coming.done():
+                with suppress(TimeoutError):
+                    coming.exception(ANSWER_S)
+                    break
                 self._push_status.count_progress()  # else READs would not be held any longer
                 self._answer_requests()
             batch = coming.result()

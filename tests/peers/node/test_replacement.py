@@ -11,7 +11,7 @@ from diesel_fs.cache.policies.costs import ReadCosts
 from diesel_fs.orders.future import FutureUses, UnitOrder
 from diesel_fs.peers.node.chunk_future import ChunkFuture
 from diesel_fs.peers.node.ledger import Ledger
-from diesel_fs.peers.node.replacement import TO_DISK, Replacement
+from diesel_fs.peers.node.replacement import TO_DISK, Replacement, UsesMin
 from tests.examples import examples
 
 from .ledgers import make_ledger, memory
@@ -125,6 +125,30 @@ def test_the_plan_replaces_a_chunk_for_enough_earlier_reads(
     replacement.set_future(future_of(ledger, [[0] * reads + [1]]))
     placement = replacement.place(0, 100, from_disk=False, is_new=True)
     assert (None if placement is None else [*placement.victims]) == victims
+
+
+def test_a_chunk_that_the_plan_leaves_out_is_not_decided_again_until_something_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each miss of a full shuffle would take another decision."""
+    ledger, replacement = filled({1}, set(range(COUNT)), set(), policy="plan")
+    future = future_of(ledger, [[1, 0, *[0] * 40, 1]])
+    replacement.set_future(future)
+    decide, decisions = replacement._planned_victims, list[int]()
+
+    def counted(chunk: int, uses_min: UsesMin) -> tuple[bool | None, list[int]]:
+        decisions.append(chunk)
+        return decide(chunk, uses_min)
+
+    monkeypatch.setattr(replacement, "_planned_victims", counted)
+    for _ in range(5):
+        assert replacement.place(0, 100, from_disk=False, is_new=True) is None
+    assert decisions == [0]
+    assert ledger.counts["plan_bypassed"] == 5
+    replacement.note_passed(future.uses.seek(0, 1))
+    placement = replacement.place(0, 100, from_disk=False, is_new=True)
+    assert placement is not None
+    assert [*placement.victims] == [1]
 
 
 def test_disk_victims_are_others_chunks_then_copies_then_by_policy() -> None:
