@@ -1,6 +1,8 @@
 """Readers of a store that reads parts of chunks by their numbers: whatever groups the parts arrive
 in, each file gets its own bytes, and only unchecked parts are checked."""
 
+import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -12,6 +14,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from diesel_fs.cache.fetching import span_fetcher
 from diesel_fs.cache.fetching.coalesce import ReadLimits
 from diesel_fs.cache.readers import coalescing_reader as coalescing_module
 from diesel_fs.cache.readers import column_reader as column_module
@@ -250,3 +253,71 @@ def test_an_error_of_a_request_ahead_comes_to_each_unit_that_shares_it(
         list(reader.batches(unit))
     columns.fails = False
     pushed(reader, view, unit)
+
+
+class Waiting(Columns):
+    """Its groups wait for `may_go`. It counts the reads that have ended."""
+
+    def __init__(self, inner: Counting, view: Snapshot) -> None:
+        super().__init__(inner, view, groups=4)
+        self.is_slow = True
+        self.may_go = threading.Event()
+        self.ended = 0
+
+    def begin(self, parts: ChunkParts) -> Iterator[ReadGroup]:
+        try:
+            for group in super().begin(parts):
+                self.may_go.wait(10.0)
+                yield group
+        finally:
+            self.ended += 1
+
+
+def test_a_request_ahead_that_is_given_up_ends(store: Counting, view: Snapshot) -> None:
+    """What it has begun to read from a store is ended with it. So is a closed reader's."""
+    for close in (False, True):
+        columns = Waiting(store, view)
+        reader = CoalescingReader(view, columns, limits=APART)
+        reader.prefetch([rows_of(view, range(0, 80, 2))])
+        until(lambda reads=store.reads: bool(reads), "a group")
+        if close:
+            reader.close()
+        else:
+            reader.prefetch([])
+        columns.may_go.set()
+        until(lambda columns=columns: columns.ended == 1, "its end")
+        store.reads.clear()
+
+
+def test_contents_of_requests_ahead_are_freed_without_a_collection_of_garbage(
+    store: Counting, view: Snapshot
+) -> None:
+    columns = Columns(store, view, groups=4)
+    columns.is_slow = True
+    reader = CoalescingReader(view, columns, limits=APART)
+    unit = rows_of(view, range(0, 80, 2))
+    gc.collect()
+    gc.disable()
+    try:
+        reader.prefetch([unit])
+        pushed(reader, view, unit)
+        assert not [each for each in gc.get_objects() if type(each) is span_fetcher._Asked]
+    finally:
+        gc.enable()
+
+
+def test_a_part_of_a_request_under_way_is_not_requested_again(
+    store: Counting, view: Snapshot
+) -> None:
+    """An urgent unit takes files out of a later one."""
+    columns = Columns(store, view, groups=4)
+    columns.is_slow = True
+    reader = CoalescingReader(view, columns, limits=ReadLimits(batched_gap_bytes=1 << 20))
+    unit = rows_of(view, range(80))
+    reader.prefetch([unit])
+    asked = len(columns.parts)
+    pushed(reader, view, unit[3:9:2])
+    rest = np.setdiff1d(unit, unit[3:9:2])
+    reader.prefetch([rest])
+    pushed(reader, view, rest)
+    assert len(columns.parts) == asked

@@ -250,6 +250,14 @@ def test_T1_a_list_is_checked_without_an_audit_hook(
     assert len(hooks) == 1
 
 
+def test_T1_a_child_that_is_forked_in_a_check_opens_files_as_ever() -> None:
+    learner, opens = Learner(Recorded()), (open, io.open, os.open)
+    with learner._watching(), learner._watching():
+        assert open is not opens[0]
+        learner._after_fork()  # as in the child
+        assert (open, io.open, os.open) == opens
+
+
 def test_T1_between_checks_a_class_is_unchanged(tmp_path: Path) -> None:
     """A method that the script replaces meanwhile stays, and nothing keeps the dataset alive."""
 

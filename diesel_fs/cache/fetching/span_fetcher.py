@@ -14,7 +14,7 @@ contents: for requests ahead of time a thread does (`_Ahead`).
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import NamedTuple, TypeAlias
@@ -30,6 +30,7 @@ from ...storage.objects.store import (
     ObjectStore,
     ReadGroup,
     batched_parts,
+    give_up,
 )
 from ..policies.costs import ReadCosts
 from .chunk_source import ChunkSource
@@ -62,12 +63,12 @@ class _Asked:
         self,
         spans: Sequence[Span],
         reader: ChunkReader,
-        note: Callable[[int, int, float], None],
+        note: Callable[[int, int, float, float], None],
         threads: ThreadPoolExecutor | None,
     ) -> None:
-        """`note` is called when the caller has waited for contents: with their place
-        (`ChunkReader.places`), their number of bytes, and the time of the request. With `threads`,
-        one of them takes the contents from `reader`."""
+        """`note` is called for contents of which it is known when they arrived: with their place
+        (`ChunkReader.places`), their number of bytes, the time of the request, and that of the
+        arrival. With `threads`, one of them takes the contents from `reader`."""
         self.spans = spans
         self._note = note
         self._asked_s = time.monotonic()
@@ -93,9 +94,13 @@ class _Asked:
             except DieselError as error:
                 self._error = error
                 break
-            if time.monotonic() - wait_from_s >= ARRIVED_S_MIN and group.places:
+            arrived_s = time.monotonic()
+            is_known = arrived_s - wait_from_s >= ARRIVED_S_MIN
+            if isinstance(self._reading, _Ahead):
+                arrived_s, is_known = self._reading.arrived_s, True
+            if is_known and group.places:
                 place = int(self._places[group.places[0]])
-                self._note(place, sum(map(len, group.contents)), self._asked_s)
+                self._note(place, sum(map(len, group.contents)), self._asked_s, arrived_s)
             spans = map(self.spans.__getitem__, group.places)
             contents = dict(zip(spans, group.contents, strict=True))
             self._arrived.append(Arrived(contents, group.is_checked))
@@ -106,33 +111,40 @@ class _Asked:
         return {span: each for some in self.arriving() for span, each in some.contents.items()}
 
     def give_up(self) -> None:
-        close = getattr(self._reading, "close", None)
-        if close is not None:
-            close()
+        give_up(self._reading)
 
 
 class _Ahead(Iterator[ReadGroup]):
     """The groups of `reading`, which a thread takes as they arrive."""
 
     def __init__(self, reading: Iterator[ReadGroup], threads: ThreadPoolExecutor) -> None:
-        self._arrived: SimpleQueue[ReadGroup | BaseException] = SimpleQueue()
+        self.arrived_s = 0.0
+        """When the group arrived that `__next__` has given last."""
+        self._arrived: SimpleQueue[tuple[float, ReadGroup] | BaseException | None] = SimpleQueue()
         self._is_wanted = True
         threads.submit(self._take, reading)
 
     def _take(self, reading: Iterator[ReadGroup]) -> None:
-        end: BaseException = StopIteration()
+        end: BaseException | None = None
         try:
             while self._is_wanted:
-                self._arrived.put(next(reading))
+                group = next(reading)
+                self._arrived.put((time.monotonic(), group))
+        except StopIteration:
+            pass
         except BaseException as error:  # the caller gets it
-            end = error
-        self._arrived.put(end)
+            # A traceback would keep this frame and the groups until a collection of garbage
+            end = error.with_traceback(None)
+        finally:
+            give_up(reading)
+            self._arrived.put(end)
 
     def __next__(self) -> ReadGroup:
-        group = self._arrived.get()
-        if isinstance(group, BaseException):
-            self._arrived.put(group)  # for the next call
-            raise group
+        found = self._arrived.get()
+        if found is None or isinstance(found, BaseException):
+            self._arrived.put(found)  # for the next call
+            raise StopIteration if found is None else found
+        self.arrived_s, group = found
         return group
 
     def close(self) -> None:
@@ -165,8 +177,9 @@ class SpanFetcher:
 
     @property
     def is_slow(self) -> bool:
-        """As `ChunkReader.is_slow`."""
-        return self._chunks.is_slow
+        """Whether the store, or a task's nodes together with it, take long to answer, so that it
+        helps to read ahead. True before the first read."""
+        return self.reads_at_once if self._chunks is self._stored else self._chunks.is_slow
 
     @property
     def reads_at_once(self) -> bool:
@@ -191,6 +204,8 @@ class SpanFetcher:
 
     def close(self) -> None:
         """Stop reading ahead. Repeatable."""
+        for asked in {id(each): each for each in self._flights.values()}.values():
+            asked.give_up()
         self._stored.close()
         threads, self._threads = self._threads, None
         if threads is not None:
@@ -283,7 +298,7 @@ class SpanFetcher:
             if self._flights.get(span) is failed:
                 self._take(span)
 
-    def within_flights(self, spans: Sequence[Span]) -> dict[Span, Span]:
+    def within_flights(self, spans: Iterable[Span]) -> dict[Span, Span]:
         """The spans that lie in a larger span in flight, with that larger span."""
         return self._flights.larger(spans)
 
@@ -328,10 +343,10 @@ class SpanFetcher:
     def costs_of(self, place: int) -> ReadCosts:
         return self._costs.setdefault(place, ReadCosts())
 
-    def _note_asked(self, place: int, size: int, asked_s: float) -> None:
-        """Note that contents have just arrived from a place. Requests share the bandwidth, so a
-        read's time begins at its request (`asked_s`) or the last arrival before, if later."""
-        now_s = time.monotonic()
-        if self._chunks is not self._stored:  # `StoredParts` observes its reads by itself
-            self.costs_of(place).observe(size, now_s - max(asked_s, self._arrived_s))
-        self._arrived_s = now_s
+    def _note_asked(self, place: int, size: int, asked_s: float, arrived_s: float) -> None:
+        """Note that contents have arrived from a place. Requests share the bandwidth, so a read's
+        time begins at its request (`asked_s`) or the last arrival before, if later."""
+        seconds = arrived_s - max(asked_s, self._arrived_s)
+        if self._chunks is not self._stored and seconds > 0:  # `StoredParts` observes by itself
+            self.costs_of(place).observe(size, seconds)
+        self._arrived_s = max(arrived_s, self._arrived_s)

@@ -18,9 +18,9 @@ reader starts threads of its own.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -265,25 +265,35 @@ class CoalescingReader:
     def _read_batched(self, plan: ReadPlan) -> Iterator[ExtentBatch]:
         """Read from a store that takes many reads in one request; a batch may have extents of
         several chunks."""
-        requests = list(self._fetcher.requests(plan.spans))
+        numbers: dict[Span, list[int]] = {}
+        for number, span in enumerate(plan.spans):
+            numbers.setdefault(span, []).append(number)
+        within = self._fetcher.within_flights(numbers)
+        requests = list(self._fetcher.requests([span for span in numbers if span not in within]))
         if len(requests) > 1:
-            self._fetcher.begin(plan.spans)
-        start = 0  # the number of the request's first span
+            self._fetcher.begin([span for some in requests for span in some], are_due=True)
         for spans in requests:
-            left: dict[Span, list[int]] = {}  # spans that have not arrived, and their numbers
-            for number, span in enumerate(spans, start):
-                left.setdefault(span, []).append(number)
+            left = dict.fromkeys(spans)  # those that have not arrived
             try:
-                for some in self._fetcher.arriving([*left]):
-                    here = (number for span in some.contents for number in left.pop(span, ()))
-                    yield from self._batches_of(plan, sorted(here), some)
+                for some in self._fetcher.arriving(spans):
+                    here = [span for span in some.contents if span in left]
+                    for span in here:
+                        del left[span]
+                    yield from self._batches_of(plan, _joined(numbers, here), some)
             except ObjectMissing:  # read span by span, to find those whose chunks are lost
-                for number in sorted(chain.from_iterable(left.values())):
+                for number in _joined(numbers, left):
                     try:
                         yield self._checked(plan, number, self._fetcher.read(plan.spans[number]))
                     except ObjectMissing as error:
                         self._note_lost(error)
-            start += len(spans)
+        for span, larger in within.items():
+            try:
+                content = self._fetcher.read_within(span, larger)
+            except ObjectMissing as error:
+                self._note_lost(error)
+                continue
+            arrived = Arrived({span: content}, is_checked=False)
+            yield from self._batches_of(plan, numbers[span], arrived)
 
     def _batches_of(
         self, plan: ReadPlan, numbers: Sequence[int], arrived: Arrived
@@ -352,3 +362,8 @@ class CoalescingReader:
                 log.error("%s", error.message)
         kept = [content for content, is_good in zip(contents, good, strict=True) if is_good]
         return ExtentBatch(rows["entry"][good], rows["start"][good], kept)
+
+
+def _joined(numbers: Mapping[Span, Sequence[int]], spans: Iterable[Span]) -> list[int]:
+    """The numbers of these spans, ascending."""
+    return sorted(number for span in spans for number in numbers[span])

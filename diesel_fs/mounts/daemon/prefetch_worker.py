@@ -399,6 +399,7 @@ class PrefetchWorker:
                 self._page_cache.drop(drop.entries, self._push_status.count_progress)
                 self._planner.dropped(drop)
             case Sample(entries):
+                self._push_status.count_progress()  # READs are held until the next push
                 self._planner.sampled(entries, np.fromiter(map(self._is_resident, entries), bool))
             case Idle(until_s):
                 self._mark_soon([NO_ENTRIES] if self._planner.waits_for_reader else None)

@@ -14,7 +14,7 @@ from ...orders.plan import Entries
 from .decisions import PrefetchCounters, Sample
 from .eviction import Mask
 from .miss_fill import ChunkEntries
-from .resident_set import Clock, ResidentSet
+from .resident_set import READ_BYTES_MAX, Clock, ResidentSet
 from .streams.markers import MARKER_STRIDE
 from .streams.stream_tracker import StreamTracker
 from .streams.stream_views import SAMPLE_S, STILL_S, StreamViews
@@ -27,6 +27,10 @@ one may come from a READ that began before the push."""
 SAMPLE_ENTRIES = 32
 """One sample looks at this many, evenly chosen from a reader's next `SAMPLE_AHEAD_ENTRIES`."""
 SAMPLE_AHEAD_ENTRIES = 8_192
+BATCH_BYTES = 16 << 20
+"""Bytes that are pushed again at once."""
+CHECKS_MAX = 64
+"""Checks that wait; of more, the first ones are left out: READs will show what is gone."""
 FREED_DIVISOR = 4
 """If a check finds a quarter of its sample freed, the files that it did not look at count as freed,
 too."""
@@ -41,7 +45,8 @@ class FreedPages:
     watches: Watches
     clock: Clock
     _push_again: deque[Entries] = field(default_factory=deque)
-    _suspected: deque[Entries] = field(default_factory=deque)  # entries near freed ones
+    _suspected: deque[Entries] = field(default_factory=lambda: deque(maxlen=CHECKS_MAX))
+    """Entries near freed ones, for a check each."""
     _checking: Entries | None = None  # those of which a sample is being looked at
 
     def push_again(self, entries: Entries) -> None:
@@ -51,15 +56,19 @@ class FreedPages:
 
     def next(self, room_bytes: int) -> Entries | None:
         """The next batch, in the order of contents; entries without room are left to READs."""
-        while self._push_again:
-            wanted = self.resident_set.missing(self._push_again.popleft())
-            if self.views.trackers:
-                wanted = wanted[self.resident_set.claims[wanted] > 0]
-            wanted = self.chunk_entries.fetch_order(np.unique(wanted))
-            wanted = wanted[np.cumsum(self.columns.cost(wanted)) <= room_bytes]
-            if len(wanted):
-                return wanted
-        return None
+        if not self._push_again:
+            return None
+        wanted = self.resident_set.missing(np.unique(np.concatenate(self._push_again)))
+        self._push_again.clear()
+        if self.views.trackers:
+            wanted = wanted[self.resident_set.claims[wanted] > 0]
+        wanted = self.chunk_entries.fetch_order(wanted)
+        bytes_to = np.cumsum(self.columns.cost(wanted))
+        wanted = wanted[bytes_to <= room_bytes]
+        batch = max(int(np.searchsorted(bytes_to, BATCH_BYTES, "right")), 1)
+        if len(wanted) > batch:
+            self._push_again.append(wanted[batch:])
+        return wanted[:batch] if len(wanted) else None
 
     def was_read_late(self, entry: int, now_s: float) -> bool:
         pushed_s = float(self.resident_set.pushed_s[entry])
@@ -74,7 +83,7 @@ class FreedPages:
         *,
         was_read: bool,
     ) -> None:
-        """Note that the kernel has freed an entry's pages; unless a READ has brought them back
+        """Note that the kernel has freed an entry's pages; unless a READ has brought them all back
         (`was_read`), they are pushed again. Entries near it, in the chunk and in the order, get a
         `check`, unless the chunk had one a short time ago. `tracker` and `position`: the stream
         whose reader is nearest, and the entry's position there; None and -1 if no stream has the
@@ -85,17 +94,22 @@ class FreedPages:
         since_start_s = self.clock.since_start_s(self.clock.now_s)
         if was_read:
             self.resident_set.note_read(entry, since_start_s)
+        if not was_read or self.columns.bytes_of(alone) > READ_BYTES_MAX:
+            self._push_again.append(alone)
         chunk = int(self.columns.chunk[entry])
         if not self.chunk_entries.may_push(chunk, self.clock.now_s):
             return
-        if not was_read:
-            self._push_again.append(alone)
         places = [self.chunk_entries.of(chunk)]
         if tracker is not None:
             places.append(tracker.claims.entries(position, MARKER_STRIDE))
         for near in places:
             pushed_ago_s = since_start_s - self.resident_set.pushed_s[near]
             self._suspected.append(np.unique(near[pushed_ago_s >= LATE_READ_S]))
+
+    @property
+    def is_checking(self) -> bool:
+        """Whether the last decision was a sample that `check` has chosen."""
+        return self._checking is not None
 
     def check(self) -> Sample | None:
         """A few entries near freed ones, for `checked`."""
@@ -124,7 +138,7 @@ class FreedPages:
 
     def _unwatched(self, entries: Entries) -> Entries:
         """At most `SAMPLE_ENTRIES` of these, evenly chosen, without watched ones."""
-        some = entries[:: max(1, len(entries) // SAMPLE_ENTRIES)][:SAMPLE_ENTRIES]
+        some = entries[:: max(1, -(-len(entries) // SAMPLE_ENTRIES))]
         some = np.unique(some[self.resident_set.resident[some]])
         return some[[not self.watches.is_watched(entry) for entry in some.tolist()]]
 

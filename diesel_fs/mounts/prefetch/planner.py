@@ -119,6 +119,7 @@ class PrefetchPlanner:
         self._outstanding: Push | Drop | Sample | None = None  # not yet reported
         self._decided_s = 0.0
         self._is_urgent = False  # whether `_outstanding` is an urgent push
+        self._has_checked = False  # whether the last decision was a check for freed pages
         self._pause_s = 0.0  # after the last push, if it failed
         self._paused_until_s = -math.inf
         self._waits_for_room = False  # see `PrefetchStats`
@@ -287,11 +288,13 @@ class PrefetchPlanner:
         decision = (
             self._room.shrink()
             or self._room.unwatch(UNWATCH_MIN)
-            or self._freed.check()
+            or (None if self._has_checked else self._freed.check())  # pushes are not held up
             or self._next_push(now_s)
+            or self._freed.check()
             or self._freed.sample(now_s)
             or self._room.unwatch(1)
         )
+        self._has_checked = self._freed.is_checking
         self._outstanding, self._decided_s = decision, now_s
         if decision is not None:
             return decision

@@ -30,7 +30,7 @@ from ...format.chunk import parse_preamble
 from ...format.entries import Bytes
 from ...format.snapshot.reader import Snapshot
 from ...net.tls import TlsSocket
-from ...storage.objects.store import CheckedObject, ChunkReader, ReadGroup
+from ...storage.objects.store import CheckedObject, ChunkReader, ReadGroup, give_up
 from .. import local_wire, wire
 from ..handshake import Connector, connect_blocking
 from ..members.membership import INSTANCE_BYTES, Member
@@ -80,7 +80,7 @@ COUNTS = (
 """Parts by source (mapped memory, this node's master, another node, the object store), whole chunks
 from files of this node's disk cache, late answers, pinned chunks, damaged parts."""
 
-_STORE_PART_MIN, _READS_AVERAGED = 1 / 64, 8
+_STORE_PART_MIN, _READS_AVERAGED = 1 / 16, 8
 """The store counts (`TaskChunks.is_slow`) if it gives this part of the parts of the last reads."""
 
 _Remembered = tuple[wire.Parts, npt.NDArray[np.int32]] | tuple[int, int, int, int]
@@ -221,10 +221,14 @@ class TaskChunks:
         self._store_part += (part - self._store_part) / _READS_AVERAGED
         if not_here:
             counts["store_reads"] += len(not_here)
-            for found in self.stored.begin(parts[not_here]):
-                # The caller's positions
-                here = [places[not_here[each]] for each in found.places]
-                yield ReadGroup(here, found.contents, False)
+            reading = self.stored.begin(parts[not_here])
+            try:
+                for found in reading:
+                    # The caller's positions
+                    here = [places[not_here[each]] for each in found.places]
+                    yield ReadGroup(here, found.contents, False)
+            finally:
+                give_up(reading)
 
     @property
     def is_slow(self) -> bool:

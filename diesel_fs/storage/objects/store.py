@@ -170,6 +170,13 @@ IN_MEMORY, IN_STORE = -2, -1
 """Values of `ChunkReader.places` that are not the number of a node."""
 
 
+def give_up(groups: Iterator[ReadGroup]) -> None:
+    """End a read (`ChunkReader.begin`) whose groups nobody wants any more, as far as it can end."""
+    close = getattr(groups, "close", None)
+    if close is not None:
+        close()
+
+
 class ChunkReader(Protocol):
     """Reads parts of the chunks of one version of a dataset, by chunk number. Thread-safe."""
 

@@ -272,6 +272,20 @@ def test_only_what_the_kernel_has_freed_is_pushed_again(
     assert pushed_again[0] <= machine.pushed - before <= pushed_again[1]
 
 
+def test_freed_files_of_many_chunks_are_pushed_again_together() -> None:
+    order = shuffled(1)
+    machine = pushed_ahead(1.2, stream("a", order))
+    machine.now_s += 10
+    machine.planner.streams.progress("a", 10, machine.now_s)
+    gone = order[100:130]
+    machine.cached.difference_update(gone)
+    machine.planner.sampled(np.array(gone), np.zeros(len(gone), np.bool_))
+    before = machine.planner.stats()["pushes"]
+    machine.run_until_idle()
+    assert machine.planner.resident(gone).all()
+    assert machine.planner.stats()["pushes"] - before <= 3
+
+
 def test_a_tentative_stream_costs_nothing_until_it_is_followed() -> None:
     """One read may be another program's."""
     machine = pushed_ahead(0.1, stream("a", shuffled(1)))

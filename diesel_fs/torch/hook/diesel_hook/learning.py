@@ -134,6 +134,8 @@ class Learner:
         self._opens_lock = threading.RLock()
         os.register_at_fork(after_in_child=self._after_fork)
         self._undo: list[Callable[[], None]] = []
+        self._undo_opens: list[Callable[[], None]] = []
+        self._checking = 0  # the threads that are in `_watching`
         self._seen_modules: set[str] = set()
         self._wraps = threading.RLock()  # held while classes and functions are wrapped or restored
         self._is_watching = False
@@ -160,26 +162,46 @@ class Learner:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """See the files that Python opens within this context."""
-        undo = []
-        if not self._is_watching:
-            for module in (builtins, io, os):
-                original = module.open
-                module.open = opening = self._opener(original)  # type: ignore[attr-defined] # they have it
-                undo.append(functools.partial(_restore, module, "open", original, opening))
+        """See the files that Python opens within this context, by the usual names of `open`. Other
+        names, such as those that a module has imported, are not seen."""
+        if self._is_watching:
+            yield
+            return
+        has_begun = False
         try:
+            with self._wraps:
+                has_begun = True
+                self._checking += 1  # threads
+                if self._checking == 1:
+                    self._wrap_opens()
             yield
         finally:
-            for each in undo:
-                each()
+            if has_begun:
+                with self._wraps:
+                    self._checking -= 1
+                    if not self._checking:
+                        self._unwrap_opens()
+
+    def _wrap_opens(self) -> None:
+        for module in (builtins, io, os):
+            original = module.open
+            module.open = opening = self._opener(original)  # type: ignore[attr-defined] # they have it
+            undo = functools.partial(_restore, module, "open", original, opening)
+            self._undo_opens.append(undo)
+
+    def _unwrap_opens(self) -> None:
+        while self._undo_opens:
+            self._undo_opens.pop()()
 
     def _opener(self, original: _Function) -> _Function:
         @functools.wraps(original)
         def opening(*arguments: object, **named: object) -> object:
-            how = arguments[1] if len(arguments) > 1 else named.get("mode")
-            flags = how if isinstance(how, int) else os.O_RDWR * bool(set(str(how)) & set("wax+"))
-            path = arguments[0] if arguments else named.get("file", named.get("path"))
-            self._on_event("open", (path, None, named.get("flags", flags)))
+            with suppress(Exception):  # nothing may raise in the program
+                how = arguments[1] if len(arguments) > 1 else named.get("mode")
+                is_writing = not isinstance(how, int) and not set("wax+").isdisjoint(str(how))
+                flags = how if isinstance(how, int) else os.O_RDWR * is_writing
+                path = arguments[0] if arguments else named.get("file", named.get("path"))
+                self._on_event("open", (path, None, named.get("flags", flags)))
             return original(*arguments, **named)
 
         return opening
@@ -257,7 +279,9 @@ class Learner:
         self._lock, self._opens_lock = threading.Lock(), threading.RLock()
         self._wraps = threading.RLock()
         self._found = {}  # the parent sends it
-        self._opens = None
+        self._opens = self._reading = None
+        self._checking = 0
+        self._unwrap_opens()
         self._timers = []
 
     def _on_event(self, event: str, arguments: tuple[object, ...]) -> None:

@@ -26,10 +26,10 @@ TURN_S = 20.0
 SPARE = 1.5
 """Workers over those that keep all processors busy on average: some wait for files at the same
 time."""
-_MEASURED_MIN = 8  # batches before the first decision
-_MEASURED_FIRST, _MEASURED_EVERY = 32, 8
-"""A worker measures its first batches, then one in eight: reading the kernel's clock of waits takes
-15 us."""
+_MEASURED_MIN = 16  # batches before the first decision
+_MEASURED_FIRST, _MEASURED_EVERY = 32, 7
+"""A worker measures its first batches, then one in seven, which counts for seven: to read the
+kernel's clock of waits takes 15 us."""
 _BATCHES, _FETCH_S, _CPU_S, _COUNTED = 0, 1, 2, 3  # the values of a worker, and their number
 
 
@@ -142,7 +142,7 @@ class TurnTaker:
             with suppress(Exception):
                 self._takes_turns = self._takes_turns and self._take()
                 self._count += 1
-                if self._count <= _MEASURED_FIRST or not self._count % _MEASURED_EVERY:
+                if self._weight():
                     begun = _times()
             has_turn = self._takes_turns
             try:
@@ -174,12 +174,18 @@ class TurnTaker:
         if not is_surplus:
             turns.release()
 
+    def _weight(self) -> int:
+        """For how many batches the current one counts in the measurements."""
+        if self._count <= _MEASURED_FIRST:
+            return 1
+        return 0 if self._count % _MEASURED_EVERY else _MEASURED_EVERY
+
     def _note(self, begun: Sequence[float], ended: Sequence[float]) -> None:
         wall_s, cpu_s, queued_s = (after - before for before, after in zip(begun, ended))  # noqa: B905 (Python 3.9)
-        at, measured = _COUNTED * self._worker, self._shared.measured
-        measured[at + _BATCHES] += 1
-        measured[at + _FETCH_S] += max(wall_s - queued_s, 0.0)
-        measured[at + _CPU_S] += cpu_s
+        at, measured, weight = _COUNTED * self._worker, self._shared.measured, self._weight()
+        measured[at + _BATCHES] += weight
+        measured[at + _FETCH_S] += weight * max(wall_s - queued_s, 0.0)
+        measured[at + _CPU_S] += weight * cpu_s
 
 
 def useful_workers(fetch_s: float, cpu_s: float, cores: float) -> int:
