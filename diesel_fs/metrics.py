@@ -1,6 +1,6 @@
-"""The metrics of a server: a fixed table, counters in shared memory, and text for Prometheus.
+"""Counts the metrics of a server in shared memory, and writes them as text for Prometheus.
 
-`metric_lines` also writes those of a mount (`mounts/statistics/mount_metrics.py`).
+`metric_lines` also writes the metrics of a mount (`mounts/statistics/mount_metrics.py`).
 
 The table lists the values of each label, so the memory has a fixed size: no client can add a label
 value, and no value names a user or a dataset. Each process counts in *cells* (one number for each
@@ -56,7 +56,7 @@ class Metric:
 
     @property
     def cell_labels(self) -> Iterable[tuple[str, ...]]:
-        """A histogram has a cell for each bucket and for the sum."""
+        """The label values of each cell; a histogram has a cell for each bucket and the sum."""
         values = list(self.labels.values())
         if self.kind == "histogram":
             values.append([*map(str, BUCKETS_S), "+Inf", "sum"])
@@ -100,7 +100,12 @@ TABLE = (
         "Reads, by what answered them: the cache in memory or on disk, or the object store.",
         {"tier": TIERS},
     ),
-    Metric("diesel_tier_bytes_total", "counter", "Bytes read, likewise.", {"tier": TIERS}),
+    Metric(
+        "diesel_tier_bytes_total",
+        "counter",
+        "Bytes read, by the tier that answered.",
+        {"tier": TIERS},
+    ),
     Metric("diesel_chunks_accepted_total", "counter", "Chunks that were put and committed.", {}),
     Metric("diesel_commits_total", "counter", "Commits; each may have several chunks.", {}),
     Metric("diesel_uploaded_bytes_total", "counter", "Bytes of chunks that were accepted.", {}),
@@ -150,7 +155,7 @@ class MetricCells:
         return self._cells[self._index(name, labels)]
 
     def clear_gauges(self) -> None:
-        """Call it after the process has ended."""
+        """For another process to call after the cells' process has ended."""
         for metric in self.table:
             if metric.kind == "gauge":
                 for values in metric.cell_labels:
@@ -173,7 +178,7 @@ def cells_bytes(table: Sequence[Metric] = TABLE) -> int:
 
 
 def private_cells(table: Sequence[Metric] = TABLE) -> MetricCells:
-    """The supervisor's cells."""
+    """Cells in this process's own memory."""
     return MetricCells(memoryview(bytearray(cells_bytes(table))), table)
 
 

@@ -1,6 +1,6 @@
 """Describes a training job to the forecast: its nodes, the store, and how it reads.
 
-Rates are in bytes per second, for one node unless a field says otherwise.
+Rates are those of one node unless a field says otherwise.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ..orders.shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, check_number
 Shuffle = Literal["full", "chunk"]
 
 CONNECTIONS = 64
-"""Requests at once of a node: `FETCH_THREADS` of `cache/fetching/stored_parts.py`."""
+"""The requests that a node makes at once: `FETCH_THREADS` of `cache/fetching/stored_parts.py`."""
 
 EPOCHS_MAX, BATCH_MAX, WORKERS_MAX = 1000, 1 << 20, 1 << 10
 RANKS_MAX = 1 << 12
@@ -43,7 +43,8 @@ class ForecastNode:
     """One machine of the job; all are alike.
 
     `window_bytes`: memory into which the mount loads files ahead of the reader. `memory_bytes`: the
-    cache's own memory. `disk_bytes`: its folder on an SSD.
+    cache's own memory. `disk_bytes`: its folder on an SSD. `network_request_s`: the latency of a
+    request to another node.
     """
 
     window_bytes: int

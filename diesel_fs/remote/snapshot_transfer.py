@@ -37,7 +37,7 @@ SNAPSHOT_BYTES_MAX = 64 << 30
 """A client's limit: 500 million entries. Memory is allocated piece by piece."""
 
 KEPT = 2
-"""Versions of a dataset whose pieces are kept: as many as there are private copies."""
+"""The versions of a dataset whose pieces are kept: as of private copies (`PRIVATE_KEPT`)."""
 
 _MAGIC = b"\x93DIESPIE"
 # A file holds the blocks, a table with one row for each, and at its end a trailer
@@ -154,8 +154,7 @@ def _table(file: int, version: int) -> Sequence[tuple[int, int, int]]:
 
 
 def _read(path: Path, file: int, rows: Sequence[tuple[int, int, int]]) -> Iterator[SnapshotPiece]:
-    """At a damaged block, remove the file, so that the next request gets new pieces, and raise
-    CorruptError."""
+    """Removes the file and raises CorruptError at a damaged block."""
     try:
         at = 0
         for raw_bytes, size, checksum in rows:

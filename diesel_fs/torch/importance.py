@@ -6,8 +6,9 @@ random samples (README.md has the figures), so arguments and states may still ch
 The sampler implements the I/O-oriented importance sampling of iCache (HPCA 2023, section III-A),
 with the rule of Selective-Backprop; `orders/importance.py` explains and computes the rule and the
 draw. An epoch's samples are drawn when it begins, from the values that the loop has reported with
-`update` in earlier epochs. The mount gets the draw, like any other order, and the importance of all
-samples, so that it can keep the important ones in memory (`--evict importance`).
+`update` in earlier epochs. The mount gets the draw, like any other order, and the probability of
+each sample as its importance, so that it can keep the important ones in memory (`--evict
+importance`).
 
 **One table for all ranks.** A rank keeps its reports until the next epoch begins; then the ranks
 exchange them (`torch.distributed`), so all ranks draw from the same table. The table does not
@@ -101,7 +102,7 @@ class Loss(Importance):
 
 
 class GradientNorm(Importance):
-    """The norm of the gradient of a sample's cross entropy by the network's outputs.
+    """The norm of the gradient of a sample's cross entropy with respect to the network's outputs.
 
     It bounds the gradient of all weights, up to a factor that all samples share (Katharopoulos and
     Fleuret, "Not All Samples Are Created Equal", ICML 2018, section 3.2). `outputs` has the shape
@@ -144,7 +145,7 @@ class _Table:
         outputs: Tensor | None,
         targets: Tensor | None,
     ) -> None:
-        """Record the importance of a batch's samples. Raises UsageError if shapes do not fit."""
+        """Raises UsageError if shapes do not fit."""
         samples = _copied_row(indices)
         losses = losses if isinstance(losses, Tensor) else torch.as_tensor(losses)
         if losses.ndim != 1 or len(losses) != len(samples):
@@ -263,20 +264,19 @@ class _Sharing:
 
 class ImportanceSampler(ChunkShuffleSampler):
     """A sampler that draws a share of a dataset's samples for each epoch, the important ones more
-    often. It is experimental. README.md has an example, and explains the use by several ranks,
-    nodes and jobs.
+    often. Experimental. README.md has an example, and explains the use by several ranks, nodes and
+    jobs.
 
     An epoch's samples come in chunk-wise random order, each at most once. `share` is the fraction
-    of all samples that an epoch has, `floor` the least probability of a sample. Their defaults are
-    those of Selective-Backprop's rule with the exponent 1 (Jiang et al. 2019), since iCache names
-    no values. The first `warm_up` epochs have all samples. `importance` computes each sample's
-    importance (None: `Loss()`). `substitute` replaces samples that are not in the mount's memory
-    (iCache, section III-C): this changes the training data, and only helps on a mount. If a run
-    resumes with another number of ranks, in the middle of an epoch with substitutes or timed
-    batches, it may repeat or miss some samples of that epoch.
+    of all samples that an epoch has, `floor` the least probability of a sample (`DrawRule`). The
+    first `warm_up` epochs have all samples. `importance` computes each sample's importance (None:
+    `Loss()`). `substitute` replaces samples that are not in the mount's memory (iCache, section
+    III-C): this changes the training data, and only helps on a mount. If a run resumes with another
+    number of ranks, in the middle of an epoch with substitutes or timed batches (`benefit`), it may
+    repeat or miss some samples of that epoch.
 
     Call `set_epoch` before each epoch, since an epoch has only one draw. If torch.distributed has
-    `world` ranks, all of them must begin each epoch, since they exchange their reports then.
+    `world` ranks, all of them must begin each epoch.
     """
 
     def __init__(
@@ -316,13 +316,12 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     @property
     def importance(self) -> Values:
-        """A copy of each sample's importance when the epoch began, the same on all ranks; NaN: not
-        known."""
+        """Each sample's importance when the epoch began, the same on all ranks; NaN: not known."""
         return self._table.agreed.copy()
 
     @property
     def ignored(self) -> int:
-        """The number of reports that were infinite, NaN or negative, and so ignored."""
+        """The number of reports that were infinite, NaN or negative."""
         return self._table.ignored
 
     @property
@@ -372,7 +371,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         """Iterate over the batches of a loader, each preceded by its samples' indices.
 
         Raises UsageError for a loader of another sampler, without a batch size, or with
-        `in_order=False`. For such loops, the dataset must return each sample's index itself.
+        `in_order=False`. With such a loader, the dataset must return each sample's index itself.
         """
         if getattr(loader, "sampler", None) is not self or not loader.batch_size:
             raise UsageError(
@@ -435,6 +434,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         length = part_length(len(sequence), first.world, drop_last=first.drop_last)
         if nodes == 1 or first.world % nodes or place.epoch < self.warm_up or not length:
             return sequence, group
+        # Important samples go to the ranks of their home nodes
         homes = home_nodes(len(self._files), nodes, self.seed)
         per_node = length * (first.world // nodes)
         sequence = at_home(sequence, ~is_low(drawn.probabilities), homes, per_node, nodes)
@@ -449,7 +449,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return samples[sequence], group
 
     def _part(self, place: EpochPlace) -> tuple[Indices, Indices]:
-        position = place.position or 0
+        position = place.position or 0  # cut off last: substitutes are those of the whole part
         samples, ends = super()._part(replace(place, position=0))
         if self.substitute:
             samples, ends = self._substitute(samples, ends, place)
@@ -541,8 +541,8 @@ class ImportanceSampler(ChunkShuffleSampler):
     def _substitute(
         self, samples: Indices, ends: Indices, place: EpochPlace
     ) -> tuple[Indices, Indices]:
-        """Replace samples of this rank's part by their substitutes, which are chosen once in an
-        epoch, when it begins. Returns the part in chunk-wise order and the ends of its groups."""
+        """Replace samples of this rank's part by their substitutes, which are chosen once,
+        when the epoch begins. Returns the part in chunk-wise order and the ends of its groups."""
         drawn = self._draw(place.epoch)
         if drawn.replaced is None:
             drawn.replaced = np.empty((2, 0), np.int64)
@@ -567,8 +567,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return np.stack((samples[places], others))
 
     def _timed(self, samples: Indices, place: EpochPlace) -> Indices:
-        """The samples that this rank reads first, to measure `benefit`; mostly none. They are
-        chosen once in an epoch."""
+        """The samples that this rank reads first, to measure `benefit`; mostly none."""
         drawn = self._draw(place.epoch)
         if drawn.timed is None:
             drawn.timed = np.empty(0, np.int64)
@@ -629,8 +628,7 @@ class ImportanceSampler(ChunkShuffleSampler):
 
 
 class _LoadedImportance:
-    """The parts of a state that `ImportanceSampler` adds. The constructor raises UsageError for a
-    bad state."""
+    """The parts of a state that `ImportanceSampler` adds. Raises UsageError for a bad state."""
 
     def __init__(self, state: Mapping[str, object], count: int) -> None:
         share, floor = state.get("share"), state.get("floor")

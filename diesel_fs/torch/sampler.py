@@ -1,14 +1,15 @@
-"""`ChunkShuffleSampler`: a chunk-wise random order for a `DataLoader`, divided among ranks, which
-can be saved and resumed.
+"""`ChunkShuffleSampler`: a chunk-wise random order for a `DataLoader`, divided among ranks. Its
+place can be saved and resumed.
 
 The order is that of DIESEL (ICPP 2020), section 4.3 (`orders/shuffle.py`). Unlike with torch's
 `DistributedSampler`, each rank gets a contiguous part (`orders/parts.py`).
 
 A saved state has the dataset's version and the number of samples that each rank has received.
 Workers take batches ahead of the loop, so the sampler cannot count that number. The caller of
-`state_dict` passes it; or torchdata's `StatefulDataLoader` keeps the state of the iterator
-(`_Iteration`) for each batch. A state that could not be resumed exactly is refused when it is
-saved, since at the time of loading it is too late. Not safe for concurrent use.
+`state_dict` passes it, or the hook of `dlcmd run` and `join` counts it; or torchdata's
+`StatefulDataLoader` keeps the state of the iterator (`_Iteration`) for each batch. A state that
+could not be resumed exactly is refused when it is saved, since at the time of loading it is too
+late. Not safe for concurrent use.
 """
 
 import logging
@@ -41,7 +42,7 @@ class EpochPlace:
     partitions: tuple[Partition, ...] = ()
     """The earlier divisions of this epoch among another number of ranks, if the run has resumed."""
     position: int | None = 0
-    """The position in this rank's part of the rest; None: not known."""
+    """The position in this rank's part of the samples that those left; None: not known."""
 
 
 class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips torch
@@ -81,7 +82,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self.epoch = 0
         self._files: SampleSource = sample_files(dataset)
         self._digest = self._files.digest
-        self._reader = dataset if isinstance(dataset, DieselDataset) else None
+        self._diesel_dataset = dataset if isinstance(dataset, DieselDataset) else None
         self._next: EpochPlace | None = None  # the start of the next iteration; None: the beginning
         self._last: _Iteration | None = None  # the iteration that began last in this epoch
         self._has_set_epoch = True  # False: not since a state was loaded
@@ -170,7 +171,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         """Take over a state's seed and group size. Returns its place, with the position in this
         sampler's part."""
         self._check_origin(state)
-        numbers = _Numbers(state)
+        numbers = _StateNumbers(state)
         seed, group_size = numbers.get("seed"), numbers.get("group_size", 1)
         epoch = numbers.get("epoch")
         partitions = numbers.partitions()
@@ -192,7 +193,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return EpochPlace(epoch, partitions, position)
 
     def _check_origin(self, state: Mapping[str, object]) -> None:
-        """Raise ConflictError if the state is of other samples than this sampler's."""
+        """Raise ConflictError if the state is of other samples, UsageError if it is no state."""
         files = self._files
         if state.get("format") != _STATE_FORMAT or "identity" not in state:
             raise UsageError(f"this is not a state of {type(self).__name__}")
@@ -264,8 +265,8 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
                 f"the loaded state is at the end of epoch {place.epoch}, so this iteration"
                 f" gives nothing: call set_epoch({place.epoch + 1}) to begin the next epoch"
             )
-        if self._reader is not None:
-            self._reader.announce(samples, ends)
+        if self._diesel_dataset is not None:
+            self._diesel_dataset.announce(samples, ends)
         self._next, self._last = None, iteration
         return place, samples
 
@@ -297,8 +298,7 @@ class _Iteration(Iterator[int]):
         self.samples: Indices = np.empty(0, np.int64)
         self.given = 0
         self.delivered: int | None = None
-        """The number of samples that `ImportanceSampler.enumerate` has delivered; None without
-        it."""
+        """How many samples `ImportanceSampler.enumerate` has delivered; None without it."""
         self._is_counted = False  # by the hook of `dlcmd run` or `join`, from the beginning
 
     def received(self) -> int | None:
@@ -327,7 +327,7 @@ class _Iteration(Iterator[int]):
         if self._left is None:
             self.start, self.samples = self._sampler._begin(self, self._own)
             self._is_counted = counted_by_hook(self._sampler) == 0  # not 0: it counts another loop
-            self._left = _numbers(self.samples)
+            self._left = _python_numbers(self.samples)
         sample = next(self._left)
         self.given += 1
         return sample
@@ -354,12 +354,12 @@ def _is_torchdata(frame: FrameType | None) -> bool:
     return False
 
 
-def _numbers(samples: Indices) -> Iterator[int]:
+def _python_numbers(samples: Indices) -> Iterator[int]:
     for start in range(0, len(samples), _BLOCK):
         yield from samples[start : start + _BLOCK].tolist()
 
 
-class _Numbers:
+class _StateNumbers:
     """Reads the numbers of a state. Raises UsageError for malformed ones."""
 
     def __init__(self, state: Mapping[str, object]) -> None:

@@ -21,7 +21,7 @@ from diesel_fs.urls import parse_url
 from ..show.output import print_note
 from .options import ALL_VERSIONS, check_dataset_argument, dataset, global_flags
 
-MEMORY_BYTES = 256 << 20  # of an `entry_reader`
+MEMORY_BYTES = 256 << 20  # for the chunks of an `entry_reader`
 
 _STALENESS_NOTED = f"{__name__}.staleness_noted"  # in click's `meta`
 
@@ -30,8 +30,8 @@ _STALENESS_NOTED = f"{__name__}.staleness_noted"  # in click's `meta`
 class Address:
     dataset: str
     path: bytes = b""
-    must_be_folder: bool = False  # it ended in a slash
-    version: int = 0  # 0: the current one
+    must_be_folder: bool = False  # the text ended in a slash
+    version: int = 0  # 0: the current one; or `ALL_VERSIONS`
 
     def __str__(self) -> str:
         name = f"{self.dataset}@{self.version}" if self.version else self.dataset
@@ -45,8 +45,7 @@ class Address:
 
 
 def current_view(repository: Repository, info: DatasetInfo) -> Snapshot:
-    """Opens the newest snapshot. Prints a note, once per command, if it may be out of date or if
-    the metadata store has lost entries of it."""
+    """Opens the newest snapshot. Prints a note, once per command, if it may be out of date."""
     view = repository.view_of(info)
     meta = click.get_current_context().meta
     if (warning := repository.staleness_warning(view)) and not meta.get(_STALENESS_NOTED):
@@ -81,7 +80,8 @@ def _address(text: str, name: str, version: int) -> Address:
 def open_repository_from_flags(
     *, create: bool = False, rebuild: bool = False
 ) -> Iterator[Repository]:
-    """`create` makes a missing repository, `rebuild` only its metadata. Raises DieselError."""
+    """`create` makes a missing repository, `rebuild` the missing metadata of an existing one.
+    Raises DieselError."""
     open_buckets_directly()
     settings = global_flags().settings()
     try:

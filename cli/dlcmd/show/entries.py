@@ -1,4 +1,4 @@
-"""Datasets, entries and snapshots in JSON."""
+"""Describes datasets, entries and snapshots in JSON."""
 
 import stat as modes
 

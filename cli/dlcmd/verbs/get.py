@@ -50,7 +50,7 @@ def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None
     with open_repository_from_flags() as repository, shown_progress(f"get {source}") as show:
 
         def progress(report: GetReport) -> None:
-            if not (to_stdout and global_flags().json):  # stdout then has the tar and nothing else
+            if not (to_stdout and global_flags().json):  # JSON would go into the tar
                 show(report.entries, report.total, report.content_bytes)
 
         view = source.view(repository)
@@ -67,8 +67,8 @@ def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None
 
 
 def _destination(repository: Repository, dest: str, name: bytes) -> Path:
-    """If DEST ends in a slash, makes the folder, so that a file goes into it. Refuses a DEST in the
-    repository."""
+    """If DEST ends in a slash, makes the folder for the entry `name` (empty: the root). Refuses a
+    DEST in the repository."""
     path = Path(dest)
     real, store = Path(os.path.realpath(path)), repository.url.path.resolve()
     if repository.url.scheme == "file" and (real == store or store in real.parents):
@@ -99,7 +99,7 @@ def _tar_file(name: str, *, force: bool) -> Iterator[BinaryIO]:
         with atomic_file(path, mode=0o666, sync=False) as file:
             yield file
     except OSError as error:
-        if error.filename != str(path):  # not `name`: it may be `./x`
+        if error.filename != str(path):  # `Path` drops the `./` of `./x`
             raise
         raise write_error(name, error) from error
 

@@ -47,7 +47,7 @@ def share(text: str) -> int:
     type=duration,
     metavar="TIME",
     help="How long replaced chunks stay for readers that may still need them: 0, 90m, 7d."
-    f"  [default: {GRACE_S // 3600}h]",
+    f"  [default: {GRACE_S // 3600}h, or a longer one set before]",
 )
 @option("-n", "--dry-run", is_flag=True, help="Change nothing; show what would be done.")
 def purge(name: str, max_unused: int, keep: int | None, grace: int | None, dry_run: bool) -> None:
@@ -88,7 +88,8 @@ def _print_report(report: PurgeReport, *, dry_run: bool) -> None:
     rewritten = f"{count_text(report.rewritten, 'chunk')} {would}rewritten"
     if not dry_run:
         rewritten += f" into {report.written:,}"
-    print_line(f"{rewritten}: {bytes_text(report.unused_bytes)} of them are unused")
+    are = "are" if dry_run else "were"
+    print_line(f"{rewritten}: {bytes_text(report.unused_bytes)} of them {are} unused")
     print_line(
         f"{count_text(report.deleted, 'chunk')} {would}deleted: {bytes_text(report.deleted_bytes)};"
         f" {count_text(report.waiting, 'more chunk')} ({bytes_text(report.waiting_bytes)}) can be"

@@ -1,12 +1,12 @@
-"""The places of entries in the order logs, in memory that two processes of a mount share.
+"""Finds entries in order logs, by memory that two processes of a mount share.
 
 A mount's prefetch worker writes order logs. The mount's server, another process, reads entries from
-them, too, for the kernel's READ requests: it finds them by `LogAddresses`.
+them for the kernel's READ requests, and finds the entries by `LogAddresses`.
 
-The memory has the digests of up to `LOGS_MAX` logs (a digest names the log's file), and 64 bits for
-each entry: 0 if no log has it, else the number of the log plus 1 (upper 8 bits) and the offset in
-the log's file. The worker alone writes. A late or torn value does no harm: the server checks the
-bytes, and reads an entry from the store if they do not match.
+The memory has the digests of up to `LOGS_MAX` logs (a digest names the log's file, its position is
+the log's number), and 64 bits for each entry: 0 if no log has it, else the log's number plus 1
+(upper 8 bits) and the offset in the log's file. The worker alone writes. A late or torn value does
+no harm: the server checks the bytes, and reads an entry from the store if they do not match.
 """
 
 import os
@@ -21,11 +21,10 @@ from ...orders.plan import Entries
 from .layout import file_name
 
 LOGS_MAX = 64
-"""The most logs at once."""
 
 _OFFSET_BITS = 56
 _OFFSET_MASK = np.uint64((1 << _OFFSET_BITS) - 1)
-# A larger entry is read from the store: from a log, all of it would be read again for each READ
+# A larger entry is read from the store: from a log, each READ would read and check all of it
 _HELD_BYTES_MAX = 32 << 20
 
 
@@ -35,7 +34,7 @@ def address_bytes(entry_count: int) -> int:
 
 
 class LogAddresses:
-    """The shared memory (see the module), as one of the two processes uses it."""
+    """The shared memory, as one of the two processes uses it."""
 
     def __init__(self, shared: memoryview) -> None:
         numbers = np.frombuffer(shared, np.uint64)
@@ -65,7 +64,7 @@ class LogAddresses:
         self._digests[self._digests == np.uint64(digest)] = 0
 
     def _number(self, digest: int) -> int:
-        """The number of a log, a free one if it has none; -1 if all are taken."""
+        """The number of a log, which gets a free one if it has none; -1 if all are taken."""
         for wanted in (digest, 0):
             found = np.flatnonzero(self._digests == np.uint64(wanted))
             if len(found):
@@ -97,16 +96,16 @@ class _EntryReader(Protocol):
 
 
 class LogEntryReader:
-    """Reads entries from the order logs of another process, or from a reader if no log has them.
+    """Reads entries from the order logs of another process, or by `reader` if no log has them.
 
-    Thread-safe if that reader is.
+    Thread-safe if `reader` is.
     """
 
     def __init__(self, snapshot: Snapshot, reader: _EntryReader, folder: str) -> None:
         """`folder` is the path of the dataset's folder in the cache, which need not exist yet."""
         self._snapshot, self._reader, self._folder = snapshot, reader, folder
         self._addresses: LogAddresses | None = None
-        self._files: dict[int, int] = {}  # by the digest of the log
+        self._files: dict[int, int] = {}  # descriptors, by the log's digest
         self._last: tuple[int, memoryview] = (-1, memoryview(b""))  # the entry that was read last
         self._hits = self._wrong = 0
 
@@ -131,8 +130,8 @@ class LogEntryReader:
         return self._reader.read_nowait(index, offset, size)
 
     def _find(self, index: int) -> memoryview | None:
-        """The checked content of an entry out of a log; None if there is none, or if it is empty or
-        too large."""
+        """The checked content of an entry out of a log; None if no log has it undamaged, or if it
+        is empty or too large."""
         last, content = self._last
         if last == index:
             return content
@@ -158,11 +157,11 @@ class LogEntryReader:
         return content
 
     def stats(self) -> dict[str, int]:
-        """The figures of the reader, and how many entries came from logs or were wrong there."""
+        """The figures of `reader`, and how many entries came from logs or were wrong there."""
         return {**self._reader.stats(), "log_hits": self._hits, "log_wrong": self._wrong}
 
     def close(self) -> None:
-        """Close the reader and the logs. Reads under way may fail."""
+        """Reads under way may fail."""
         self._reader.close()
         files, self._files = self._files, {}
         for file in files.values():

@@ -1,9 +1,8 @@
 """Reads the contents of a dataset's files, checked, for the Python API and a mount's server.
 
 For each miss, `EntryReader` decides whether to read the whole chunk (some 4 MiB) or only the entry.
-It keeps whole chunks in memory (`chunk_cache.py`). Every byte is checked when it enters this
-process's memory; after a mismatch the entry is read once more, past all caches
-(`fetching/chunk_source.py`).
+It keeps whole chunks in memory (`chunk_cache.py`). An entry is checked before it is first returned;
+after a mismatch it is read once more, past all caches (`fetching/chunk_source.py`).
 
 Thread-safe. After a fork the child may go on reading.
 """
@@ -41,7 +40,7 @@ to 0.2 ms; handing the read to a thread costs 0.3 ms."""
 
 _PREFETCH_CHUNKS = 16  # loads that are begun ahead of a reader
 _READ_ON_BYTES = 16 << 20  # loaded ahead of a reader that reads a large file sequentially
-_LARGE_FILES_MAX = 1024  # large files that are remembered; then all are forgotten
+_LARGE_FILES_MAX = 1024  # files in `_next_extents`, which is then cleared
 _EMPTY = memoryview(b"")
 
 
@@ -84,6 +83,7 @@ class EntryReader:
             smallest = int(snapshot.chunk_sizes.min(initial=1 << 31))
             self._single_bytes_max = smallest // WHOLE_CHUNK_FRACTION
         self._last_miss = (-1, -1)  # chunk and end of the entry: shows sequential reads
+        # Chunk, offset and content of the last entry that was read alone
         self._single: tuple[int, int, memoryview] = (-1, -1, _EMPTY)
         self._single_lock = threading.Lock()
         self._next_extents: dict[int, int] = {}  # by file: where a sequential reader goes on
@@ -103,7 +103,7 @@ class EntryReader:
         end = total if size is None else min(offset + size, total)
         if offset >= end:
             return _EMPTY
-        followed, visit = self._cache.order, -1
+        followed, visit = self._cache.order, -1  # see `order_prefetch.py`
         if followed is not None and (visit := followed.visit_of(index)) >= 0:
             self._cache.advance(followed, visit, index)
         pieces = []
@@ -244,17 +244,17 @@ class EntryReader:
         self._single = (-1, -1, _EMPTY)
 
     def _read_window(self, window: Window) -> Iterator[memoryview]:
-        """Runs 200,000 times a second. So it checks an uncompressed entry itself, and calls
-        `_check` only after a mismatch."""
+        """The loop runs for 200,000 files a second, so it checks an uncompressed entry itself, and
+        calls `_check` only after a mismatch."""
         whole, columns, followed = window.whole, self.snapshot.columns, window.followed
-        joins = self._reads.batches_reads and followed is None and not self._everything_fits
+        in_batches = self._reads.batches_reads and followed is None and not self._everything_fits
         single = (
             index
             for index, number in zip(window.wanted.tolist(), window.chunks.tolist(), strict=True)
             if number not in whole
         )
         singles: Iterator[memoryview] = iter(())
-        if joins:
+        if in_batches:
             rows = np.array(list(single), np.int64)
             singles = chain.from_iterable(self._column_contents(rows))
         # A followed order loads ahead by itself, and pinned chunks need no load.
@@ -263,6 +263,7 @@ class EntryReader:
             self._cache.prefetch(number)
         offsets = columns.offset[window.wanted].astype(np.int64)
         held: dict[int, LoadedChunk] = {}
+        # At the last file of a visit: all its files
         closing = map(window.closing.get, range(len(window.wanted)))
         for index, number, offset, end, checksum, closed in zip(
             window.wanted.tolist(),
@@ -276,7 +277,7 @@ class EntryReader:
             chunk = held.get(number)
             if chunk is None:
                 if number not in whole:
-                    if joins:
+                    if in_batches:
                         yield next(singles)
                     elif number < 0:
                         yield self.read(index)
@@ -337,7 +338,7 @@ class EntryReader:
         return content
 
     def _read_ahead(self, number: int) -> None:
-        """After a miss: load the next chunks as well, twice as many each time."""
+        """Load the next chunks as well, twice as many after each miss."""
         sizes = self.snapshot.chunk_sizes
         self._ahead_chunks = ahead = min(2 * self._ahead_chunks, _PREFETCH_CHUNKS, len(sizes))
         following = ((number + step) % len(sizes) for step in range(1, ahead + 1))
@@ -359,9 +360,8 @@ class EntryReader:
                 self._cache.prefetch(following.chunk)
 
     def _note_passed(self, extent: Extent, end: int) -> None:
-        """A reader of a file of several extents has come to `end`. If that is the extent's end, and
-        the chunk was read for a caller that keeps its contents, then its memory is free for the
-        next one."""
+        """A reader of a file of several extents has come to `end`. If that is the extent's end,
+        drop a chunk that was loaded for a caller that keeps the contents itself."""
         chunk = self._cache.loaded(extent.chunk)
         if chunk is not None and chunk.is_passing and end >= extent.start + extent.size:
             self._cache.drop(extent.chunk)
@@ -387,7 +387,7 @@ class EntryReader:
         return content
 
     def _read_entry_now(self, extent: Extent) -> memoryview | None:
-        """A small entry, without its chunk; None if the store would have to wait."""
+        """A small entry, without its chunk; None if the entry is large or the read would wait."""
         if extent.size > CHECKED_AT_ONCE_BYTES or extent.stored > CHECKED_AT_ONCE_BYTES:
             return None
         room = new_buffer(extent.stored)
@@ -396,16 +396,14 @@ class EntryReader:
         try:
             content = _decoded(room.toreadonly(), extent)
         except CorruptError:
-            return None  # the entry must be read again, which takes long
+            return None  # it must be read again, which takes long
         self._counts["reads_on_the_spot"] += 1
         self._counts["fetched_bytes"] += extent.stored
         return content
 
     def _worth_whole(self, index: int, extent: Extent) -> bool:
-        """For a file of the followed order, the order decides. Any other miss should load the whole
-        chunk if the dataset fits the memory, the chunk is in memory or pinned, the entry is a large
-        part of it, or the entry begins at the end of the last miss (a sequential reader; not with
-        `prefer_entries`)."""
+        """Whether a miss should load the whole chunk. For a file of the followed order, the order
+        decides. Another entry that begins at the end of the last miss shows a sequential reader."""
         followed = self._cache.order
         if followed is not None and followed.holds(index):
             visit = followed.visit_of(index)

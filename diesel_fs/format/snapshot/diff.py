@@ -18,7 +18,7 @@ from . import layout as layout
 from .reader import ROOT_INDEX, Indices, Snapshot
 
 OldIndices = npt.NDArray[np.int32]
-"""For each later entry an index in the earlier snapshot, or -1."""
+"""For each entry of `new` an index in `old`, or -1."""
 
 
 @dataclass(frozen=True, slots=False, eq=False)
@@ -32,14 +32,14 @@ class SnapshotDiff:
 
     @cached_property
     def removed_or_changed(self) -> layout.Mask:
-        """A value for each entry of `old`."""
+        """By entry of `old`."""
         result = np.ones(len(self.old), np.bool_)
         result[self.unchanged[self.unchanged >= 0]] = False
         return result
 
     @cached_property
     def changed_folders(self) -> Indices:
-        """Indices in `new` of folders of both versions with different listings."""
+        """Indices in `new` of folders of both versions with new, removed or changed entries."""
         differs = np.zeros(len(self.new), np.bool_)
         differs[self.new.columns.parent[self.unchanged < 0]] = True
         is_unchanged = self.unchanged >= 0
@@ -69,8 +69,8 @@ def diff_snapshots(old: Snapshot, new: Snapshot) -> SnapshotDiff:
 
 
 def _same_path(old: Snapshot, new: Snapshot) -> OldIndices:
-    """Candidates have equal fingerprints. Their names are compared, and then, level by level, their
-    folders."""
+    """Candidates have equal fingerprints (of the path). Their names are compared, and then, level
+    by level, their folders."""
     candidates, is_ambiguous = _candidates(old, new)
     has_candidate = np.flatnonzero(candidates >= 0)
     same = _same_names(old, candidates[has_candidate], new, has_candidate)
@@ -79,7 +79,7 @@ def _same_path(old: Snapshot, new: Snapshot) -> OldIndices:
     old_kind, kind = layout.kinds(old.columns.flags), layout.kinds(new.columns.flags)
     result: OldIndices = np.full(len(new), -1, np.int32)
     result[ROOT_INDEX] = ROOT_INDEX
-    start, end_above = 1, 1  # of this level; of the level above
+    start, end_above = 1, 1  # where this level begins; where the level above ends
     while start < len(new):
         # One level's entries form one range, since entries are sorted by folder
         end = int(np.searchsorted(new.columns.parent, end_above))

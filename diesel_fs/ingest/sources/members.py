@@ -1,8 +1,8 @@
 """Takes the members of a tar or a zip one by one: refuses, compares and packs them. One thread.
 
 A `tarfile.TarInfo` describes a member of any archive. If several members have one name, the last
-counts. Refused members are left out, and the report names them. At the end, hard links become
-files: their targets are copied from the dataset, since an archive is read only once.
+counts. The report names refused members. At the end, hard links become files: their targets are
+copied from the dataset, since an archive is read only once.
 """
 
 import io
@@ -26,14 +26,14 @@ from ..put import PutWork
 
 READ_BYTES = 1 << 20
 _SPOOL_BYTES = 64 << 20  # with --checksum, longer contents are spooled to disk
-_LINK_MEMORY_BYTES = 256 << 20
+_LINK_MEMORY_BYTES = 256 << 20  # for chunks with hard links' targets
 
 OpenContent = Callable[[], BinaryIO]
-"""Opens the content of a member, before the next member is taken."""
+"""Opens a member's content; is called before the next member is taken."""
 
 
 class MemberLog:
-    """Subclasses note the members of an archive as they are taken."""
+    """Notes nothing; subclasses note the members of an archive as they are taken."""
 
     def add_files(self, prefix: bytes, names: Sequence[bytes]) -> None:
         """The path of each, below the archive's root, is `prefix` and a name."""
@@ -70,14 +70,15 @@ class MemberTaker:
         self._comparer = comparer
         self._packer = packer
         self._log = log or MemberLog()
-        self._hard_links: dict[bytes, tuple[bytes, int, int]] = {}  # target, mode, mtime_ns
+        # By path: target, mode, mtime_ns
+        self._hard_links: dict[bytes, tuple[bytes, int, int]] = {}
 
     @property
     def has_hard_links(self) -> bool:
         return bool(self._hard_links)
 
     def take_files(self, files: FolderFiles) -> None:
-        """Put all files at once if the folder is empty in the dataset."""
+        """Put all files at once if the folder is empty in the dataset, else one by one."""
         folder = self._empty_target_folder(files)
         if folder is not None and max(map(len, files.contents)) <= self._extent_bytes:
             self.work.report.entries_found += len(files.names)
@@ -189,7 +190,7 @@ class MemberTaker:
         folder = target_path(self.work.target, prefix[:-1])
         if prefix.startswith(b"/") or not Names.of(files.names).are_allowed():
             return None
-        if path_fault(join(folder, b"n" * NAME_BYTES_MAX)):  # a path may be too long
+        if path_fault(join(folder, b"n" * NAME_BYTES_MAX)):  # a path in it may be too long
             return None
         if is_reserved(folder) or (not folder and RESERVED_NAME in files.names):
             return None
@@ -259,7 +260,7 @@ def encoded(text: str) -> bytes:
 
 
 def member_path(name: bytes) -> bytes:
-    """A member's path, without `./` before it or a slash at its end; empty for the root."""
+    """A path without `./` before it or a slash at its end; empty for the root. `/` stays."""
     while name.startswith(b"./"):
         name = name[2:]
     return b"" if name == b"." else name.rstrip(b"/") if len(name) > 1 else name

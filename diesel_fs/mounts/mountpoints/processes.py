@@ -1,7 +1,7 @@
 """Finds the processes that serve a mount and those that keep it busy.
 
 Open files are found by the mount ID in their fdinfo, mapped files by their device. Only root sees
-the processes of other users. Functions may be called from any thread.
+the processes of other users. Any thread.
 """
 
 import errno
@@ -31,7 +31,8 @@ _FREED_S = 0.05
 
 
 def mark_as_daemon(device: str) -> int:
-    """Marks this process as the daemon of a mount for as long as the returned descriptor is open.
+    """Marks this process as the daemon of the mount with this device number, for as long as the
+    returned descriptor is open.
 
     The mark is an empty memfd; its name is in /proc. Unlike a file with a process ID, it can
     neither be left behind nor be wrong.
@@ -40,7 +41,8 @@ def mark_as_daemon(device: str) -> int:
 
 
 def daemon_of(device: str) -> int | None:
-    """The process ID of a mount's supervisor; None if it has ended, or is invisible to this user.
+    """The process ID of a mount's daemon (its supervisor); None if it has ended, or is
+    invisible to this user.
 
     The newest mark counts: the kernel reuses a device number at once, and the old supervisor may
     need some time to end.
@@ -142,8 +144,8 @@ def other_mounts_of(mount: DatasetMount, retired: Mapping[int, str]) -> dict[Mou
 
 
 def holders_of(mount: DatasetMount) -> list[int]:
-    """The processes that have a file or folder of the mount open, mapped, or as working folder, at
-    this path or through another mount of the same file system."""
+    """The processes that have a file or folder of the mount open, mapped, or as working or root
+    folder, at this path or through another mount of the same file system."""
     return holders_of_trees(
         {each.mount_id: each.device for each in (mount.tree, mount.fuse) if each}
     )
@@ -167,7 +169,7 @@ def holders_of_trees(trees: Mapping[int, str]) -> list[int]:
 
 
 def openers_of(mount: DatasetMount) -> list[int]:
-    """As `holders_of`, but only for open files and folders, and only through this very mount."""
+    """As `holders_of`, but without mapped files, and only through this very mount."""
     mount_ids = {each.mount_id for each in (mount.tree, mount.fuse) if each}
     return [pid for pid in _processes() if _has_open(pid, mount_ids)]
 
@@ -245,8 +247,8 @@ def _mount_id(fdinfo: str) -> int:
 
 
 def _status_of(thread: int) -> tuple[str, bool]:
-    """The state letter of a thread, and whether a fatal signal is pending; "" and False if the
-    thread is invisible to this user."""
+    """The state letter of a thread, and whether a fatal signal is pending; "" and False if it is
+    invisible."""
     with suppress(OSError, ValueError, KeyError):
         text = Path(f"/proc/{thread}/status").read_text(encoding="ascii", errors="replace")
         status = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)

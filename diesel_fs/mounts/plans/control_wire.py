@@ -1,4 +1,4 @@
-"""The fields of plans as bytes, and the limits of the control socket, for both of its ends. Pure.
+"""Packs and parses the fields of plans, and has the limits of the control socket. Pure.
 
 CONTROL.md describes the messages. `net/messages.py` frames and decodes them.
 """
@@ -26,13 +26,13 @@ such a frame, it cannot answer the kernel for 10 ms; for a frame of 32 MiB it wo
 
 HELLO_BYTES_MAX = 4096
 
-ENTRIES_WIDTHS = (4, 8)  # bytes of an entry
+ENTRIES_WIDTHS = (4, 8)  # bytes of an entry's index
 CHECK_ENTRIES_MAX = 4096
 """The prefetch worker opens each of these entries, which takes about 50 ms in all, and pushes
 nothing meanwhile."""
 
 ENTRIES_PER_FRAME = 1 << 20
-"""The client sends half of the entries that fit."""
+"""The client fills half of a frame with entries of 4 bytes."""
 
 VALUES_PER_FRAME = ENTRIES_PER_FRAME // 2
 """The same with a value of 4 bytes for each entry."""
@@ -84,7 +84,7 @@ def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
         entries = parse_entries(fields)
         packed = fields.octets("bounds") if "bounds" in fields else None
         if packed is not None and len(packed) % 8:
-            raise UsageError("a row of numbers that are not 8 bytes each")
+            raise UsageError("bounds are whole numbers of 8 bytes each")
         bounds = None if packed is None else np.frombuffer(packed, "<i8")
         fields.end()
         # `Epoch` converts the arrays

@@ -1,20 +1,21 @@
 """Balances pushes and reads between streams by the cost of fetching their contents (Lobster).
 
 The ranks of a training job wait for each other in each iteration, so the slowest one sets the pace.
-After Lobster (sections 4.2 and 4.3), the cost of a unit is predicted from the place of its contents
-(`UnitCosts`) and the lateness of its stream (`streams/lateness.py`). The cost is used twice:
+After Lobster (sections 4.2 and 4.3), the cost of a unit (entries that are pushed at once) is
+predicted from the place of its contents (`UnitCosts`) and the lateness of its stream
+(`streams/lateness.py`). The cost is used twice:
 
 - `Balance.upcoming` names the units to be read ahead, those with the least *slack* first. The slack
   is the time until the reader needs the unit, less the latency of its read, less the transfers of
   all units of the stream up to and with it; but at most the slack of any later unit. So a stream
-  with slow contents has more reads under way than the others. (Lobster finds a number of threads
-  for each GPU by algorithm 1; line 18 is inverted in print.) Serving jobs in the order of their
-  deadlines makes the largest lateness least (Jackson's rule); time that a job takes after its
-  service, such as the latency, is taken off its deadline.
-- Pushes are made one after the other, and each waits for its contents. So the next push goes to the
-  stream for which the later of two times is the earliest: when its reader needs the next unit, and
-  when that unit's contents arrive (`turns.py`). So another stream goes first only while its push is
-  due before the late contents arrive, and only within its share of the memory.
+  with slow contents has more reads under way than the others. (Lobster gives each GPU a number of
+  threads instead, by algorithm 1.) Serving jobs in the order of their deadlines makes the largest
+  lateness least (Jackson's rule); time that a job takes after its service, such as the latency, is
+  subtracted from its deadline.
+- Pushes are made one after the other, and each waits for its contents. A push is due when its
+  reader needs the unit and the contents have arrived; the stream whose push is due first is next
+  (`turns.py`). So another stream goes first only while its push is due before the late contents
+  arrive, and only within its share of the memory.
 
 With one stream there is nothing to balance, and no cost is predicted.
 """
@@ -33,15 +34,15 @@ from .streams.stream_views import StreamViews
 from .streams.units import Columns
 
 READ_AHEAD_S = 5.0
-"""A unit that `upcoming` has named stays to be read ahead for this time, or until it is pushed:
-small changes of rates and costs must not cancel reads under way."""
+"""A unit that `upcoming` has named stays chosen for this time, or until it is pushed: small
+changes of rates and costs must not cancel reads under way."""
 COSTS_FRESH_S = 0.25
 """A cost is predicted again after this time: measured rates may have changed, and contents
 moved."""
 RATE_GUESSED = 200.0
-"""Files per second that a reader is assumed to read before any has given signs. The guess is low: a
-fast reader soon gives a sign, a slow one does not. With a high guess, files far ahead of other
-readers would go before those that a reader waits for now, if these seem to arrive later."""
+"""The assumed files per second of a reader, until any has given signs of progress. A low guess is
+soon corrected by a fast reader's signs. With a high one, files far ahead of a reader could go
+before files that another reader waits for now, if those seem to arrive later."""
 WAITED_S_MIN = 0.005
 """A longer push has probably waited for its contents: with them, 4 MiB take half of this time."""
 
@@ -143,7 +144,8 @@ class Balance:
         return [units[at] for at in chosen]
 
     def wait_s(self, tracker: StreamTracker, frontier: int) -> float:
-        """In how many seconds the contents of the unit at a stream's frontier arrive."""
+        """In how many seconds the contents of a stream's next unit, at the position `frontier`,
+        arrive."""
         ahead = self._read_ahead.get((tracker.name, frontier))
         if ahead is not None:
             return max(ahead.due_s - self.clock.now_s, 0.0)
@@ -151,8 +153,8 @@ class Balance:
         return float(cost[0] + cost[1])
 
     def push_s(self, tracker: StreamTracker, frontier: int) -> float:
-        """In how many seconds the unit at a stream's frontier should be pushed: when its reader
-        needs it and its contents have arrived."""
+        """In how many seconds a stream's next unit should be pushed: when its reader needs it and
+        its contents have arrived."""
         need_s = (frontier - tracker.reader.high) / (self.views.rate(tracker) or RATE_GUESSED)
         return max(need_s, self.wait_s(tracker, frontier))
 
@@ -184,8 +186,8 @@ class Balance:
         return ahead is not None and self.clock.now_s - ahead.begun_s < READ_AHEAD_S
 
     def _costs(self, tracker: StreamTracker, count: int) -> npt.NDArray[np.float64]:
-        """A row for each of a stream's next `count` units, as far as they are cut: latency,
-        transfer (both in seconds) and bytes to read."""
+        """A row for each of a stream's next `count` units, as far as the order is cut into
+        units: latency, transfer (both in seconds) and bytes to read."""
         state = tracker.order.frontier_epoch()
         if state is None or (queue := state.queue) is None:
             return np.empty((0, 3))

@@ -1,9 +1,8 @@
 """Keeps account of which entries are resident (in the page cache), and which are claimed.
 
-The kernel does not report which pages it holds, so a `ResidentSet` is the planner's belief, and may
-be wrong. A *claim* keeps an entry for a stream (a reader with a known order): it is not dropped.
-`streams/stream_tracker.py` decides on claims, `room.py` when something must be dropped, and
-`eviction.py` which entries.
+The kernel does not report which pages it holds, so a `ResidentSet` may be wrong. A *claim* keeps an
+entry for a stream (a reader with a known order): it is not dropped. `streams/stream_tracker.py`
+decides on claims, `room.py` when something must be dropped, and `eviction.py` which entries.
 """
 
 import math
@@ -31,8 +30,7 @@ dropped first; or its order has changed."""
 
 @dataclass(slots=True)
 class Clock:
-    """The times of the first and the last report. A `ResidentSet` counts from the first, so that
-    four bytes are enough for each time."""
+    """The times of the first and the last report to the planner."""
 
     start_s: float = math.nan
     now_s: float = 0.0
@@ -50,7 +48,8 @@ class Clock:
 
 
 class ResidentSet:
-    """The columns begin with zeros, so a column that is never written takes no memory."""
+    """The columns begin with zeros, so a column that is never written takes no memory. Times are
+    seconds since the clock's start, so that four bytes are enough for each."""
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
@@ -65,7 +64,8 @@ class ResidentSet:
         self.eviction = Eviction(columns, self.resident, self.claims)
 
     def inherit(self, old: "ResidentSet", was: npt.NDArray[np.int32]) -> None:
-        """Take over from another version's set; `was` gives each entry's index there, or -1."""
+        """Take over all but the claims of another version's set; `was` gives each entry's index
+        there, or -1."""
         entries = np.flatnonzero(was >= 0)
         before = was[entries]
         self.resident[entries] = old.resident[before]
@@ -77,7 +77,7 @@ class ResidentSet:
         self.eviction.inherit(old.eviction, entries.astype(np.uint32), before.astype(np.uint32))
 
     def bytes_of(self, entries: Entries) -> int:
-        """None may be named twice."""
+        """No entry may come twice."""
         return self._columns.bytes_of(entries)
 
     def missing(self, entries: Entries) -> Entries:
@@ -87,7 +87,7 @@ class ResidentSet:
     # Residency
 
     def add(self, entries: Entries) -> None:
-        """None may be named twice."""
+        """No entry may come twice."""
         new = self.missing(entries)
         self.resident[new] = True
         self.bytes += self.bytes_of(new)
@@ -107,7 +107,7 @@ class ResidentSet:
         return entries[~lately], entries[lately]
 
     def remove(self, entries: Entries) -> None:
-        """None may be named twice."""
+        """No entry may come twice."""
         self._read_s[entries] = 0
         removed = entries[self.resident[entries]]
         self.resident[removed] = False

@@ -1,7 +1,7 @@
 """Decides the next step for a Dataset. Pure.
 
-`OPERATOR.md` has the phases. `decide` looks only at the object, its Jobs and the pods that read it,
-never at earlier decisions: an earlier operator may have been killed at any step.
+`OPERATOR.md` has the phases. `decide` looks only at the object, its Jobs, the pods that read it and
+reports of nodes, and remembers nothing: an operator may be killed at any step.
 """
 
 import json
@@ -61,7 +61,7 @@ LOOK_S = 1.0
 
 SETTLED = (DatasetPhase.READY, DatasetPhase.FAILED)
 
-NODES_MAX = 200
+NODES_MAX = 200  # in one status
 
 _REASONS: tuple[tuple[type[DieselError], str], ...] = (
     (ObjectStoreRefused, "Denied"), (PermissionDenied, "Denied"), (UsageError, "InvalidUsage"),
@@ -121,10 +121,11 @@ class JobView:
     finished_s: float
     report: JobReport
     address: str
-    waits: str = ""
+    waits: str = ""  # why its pod cannot start
 
     @property
     def runs(self) -> bool:
+        """Its pod may still wait."""
         return not (self.succeeded or self.failed)
 
 
@@ -230,9 +231,9 @@ class DatasetSituation:
     pods: tuple[Pod, ...]
     """The pods that read the dataset, also ended ones."""
     progress: Progress | None
-    """None means that no preparation runs, or that it did not answer."""
+    """None: no preparation runs, or it did not answer."""
     now_s: float
-    interval_s: float
+    interval_s: float  # between two looks at work under way
     holdings: ReportedHoldings = field(default_factory=ReportedHoldings)
 
 
@@ -270,7 +271,7 @@ def _preparing(
     if is_observed and status.phase in SETTLED:
         return DatasetDecision(status, delete_jobs=delete)
     if old:  # they must be gone first: two Jobs would put at once
-        message = "the preparation of the former specification is ended"
+        message = "the preparation of the former specification is being stopped"
         made = _in_phase(situation, DatasetPhase.PREPARING, "Replacing", message)
         # The new generation counts as observed when no old Job is left
         made = replace(made, attempt=0, observed_generation=status.observed_generation)
@@ -355,7 +356,9 @@ def _deleting(situation: DatasetSituation, defaults: Defaults) -> DatasetDecisio
         return DatasetDecision(made, again_s=situation.interval_s)
     preparations = [each for each in situation.jobs if each.purpose == PREPARE]
     if preparations:
-        made = _in_phase(situation, DatasetPhase.DELETING, "Stopping", "the preparation is ended")
+        made = _in_phase(
+            situation, DatasetPhase.DELETING, "Stopping", "the preparation is being stopped"
+        )
         return DatasetDecision(made, delete_jobs=_not_leaving(preparations), again_s=LOOK_S)
     latest = max(reclaims, key=lambda each: each.attempt, default=None)
     message, attempt, again_s = "the data are being deleted", 1, situation.interval_s
@@ -421,7 +424,7 @@ def _with_event(situation: DatasetSituation, decision: DatasetDecision) -> Datas
 
 def _with_nodes(status: DatasetStatus, situation: DatasetSituation) -> DatasetStatus:
     """Adds the nodes that have blocks of the dataset (parts in a cache: `OPERATOR.md`), with
-    measured or otherwise estimated shares."""
+    measured shares, or else estimated ones."""
     made = _expected_nodes(status, situation)
     if key := held_key(situation.seen.namespace, status.identity):
         for name in made.keys() | situation.holdings.nodes(key):

@@ -1,8 +1,8 @@
 """The log of refusals: one line for each connection, login or request that the server refuses.
 
-No line has a key. The lines about one network are limited, so that a client that tries all night
-does not fill the disk; the next line has the number of those left out. The metrics count every
-refusal. For one event loop.
+No line has a secret key. The lines about one network are limited, so that a client that tries all
+night does not fill the disk; the next line has the number of those left out. The metrics count
+every refusal. For one event loop.
 """
 
 import logging
@@ -21,8 +21,8 @@ LINE_RATE = Rate(20, 5.0)
 """A network may cause 20 lines at once, then one in 5 s (`limits.network_of`)."""
 
 NETWORKS_MAX = 1024
-"""Beyond this number, the longest silent network is forgotten. If more networks have left-out
-lines, their numbers are forgotten: they only inform."""
+"""Beyond this number, the network that was silent longest is forgotten. If lines of more networks
+are left out, all their numbers are forgotten: they only inform."""
 
 _TEXT_MAX = 64
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-:[]%")

@@ -44,7 +44,7 @@ _STORE = "the server's store"
 _ACCOUNTS_S = 3.0  # for an answer of the accounts' store
 
 MEMORY_TIER_BYTES = 256 << 20
-"""Without a cache folder, memory has room for dozens of chunks that are read again and again."""
+"""Without a cache folder, a worker keeps this much in memory: dozens of chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ WireUp = Callable[[WorkerConfig, MetricCells], Wiring]
 
 
 def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
-    """Blocks. Without a metadata store, raises the reason at the server's start; a worker that is
-    started later serves without it."""
+    """Blocks. If the metadata store cannot be opened, raises the reason at the server's start; a
+    worker that is started later serves without it."""
     open_buckets_directly()
     url = parse_url(config.url)
     objects = _objects(url)
@@ -110,7 +110,7 @@ def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
 
 
 def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
-    """The texts that clients must not see (`ConnectionContext.redactions`)."""
+    """Texts that clients must not see, longest first, and their replacements."""
     found = {url.full_url: _STORE, url.objects_url: _STORE}
     if url.scheme == "file":
         found |= dict.fromkeys((str(url.path), os.path.realpath(url.path)), _STORE)
@@ -132,7 +132,6 @@ def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
 
 
 def _compressed_folder(cache: Path | None, store: UUID) -> Path | None:
-    """Returns None if compressed snapshots cannot be kept."""
     if cache is not None:
         return cache / store.hex / "snapshots"
     try:

@@ -1,8 +1,9 @@
-"""The requests that change datasets: begin, put a chunk, finish, delete, and leases of readers.
+"""The requests that change datasets: begin, put a chunk, finish, delete, lease, record an archive.
 
 A put is answered after the chunk was checked, is durable in the object store, and is committed to
-the metadata store. Nothing is stored that could not be committed (`repository/validation.py`).
-Chunks of one dataset that arrive together are committed together (group commit).
+the metadata store. A chunk is checked before it is stored (`repository/validation.py`), and deleted
+if it can never be committed. Chunks of one dataset that arrive together are committed together
+(group commit).
 
 A put may be repeated: a chunk that the store has with the same bytes is committed again, which
 changes nothing. So a client without an answer sends the chunk again, perhaps to another server.
@@ -67,7 +68,7 @@ from .queries import QueryHandlers
 
 log = logging.getLogger("diesel.server")
 
-_TOKEN = re.compile("[0-9a-f]{32}")  # clients draw names of leases
+_TOKEN = re.compile("[0-9a-f]{32}")  # a lease's name, which a client draws
 
 LEASES_MAX = 4096
 """Leases of one user on one dataset, in this worker: a mount on each node of the largest task."""
@@ -205,8 +206,8 @@ class UpdateHandlers:
         return version
 
     async def finish(self, request: Request, known: DatasetRef) -> Reply:
-        """Commits those of a writer's chunks again that the metadata store has lost, and publishes
-        the snapshot of the version."""
+        """Commits again a writer's chunks that the metadata store has lost, and publishes the
+        version's snapshot."""
         fields = Fields(request.message, "finish")
         packed = fields.octets("chunks") if "chunks" in fields else b""
         if len(packed) % _ID_BYTES:

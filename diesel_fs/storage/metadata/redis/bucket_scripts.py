@@ -1,8 +1,9 @@
-"""Lua scripts that run inside Redis on one bucket (`keys.py`).
+"""Lua scripts that run inside Redis on one bucket.
 
 `APPLY` folds one piece of a commit into the entries (FORMAT.md, section 5). `UNAPPLY` removes the
-remaining tombstones and holes of an empty chunk. Each script is atomic. The comment above it lists
-its keys, which are in one slot, then its arguments. `head_scripts.py` has the rules for scripts.
+remaining tombstones and holes of an empty chunk. `keys.py` explains buckets, pieces and the letters
+of keys. Each script is atomic. The comment above it lists its keys, all in one slot, and after a
+bar its arguments. `head_scripts.py` has the rules for scripts.
 """
 
 from hashlib import sha1
@@ -37,17 +38,17 @@ local function less(a, b)
 end
 """
 
-# x n t h d f p q, (e s) of each folder | field in x, field in n, [the piece itself]
+# x n t h d f p q, (e s) of each folder | field in x, field in n, [the piece, if not in x]
 # Returns the bucket's counts (pieces, files, bytes), or false if there is no such piece.
 # Numbers in a piece are little-endian. A piece is: count of folders (u16), the folders (16 each),
 # then steps, each with the position of its folder (u16):
 #   F parent (16) name        the folder's parent and name, for the index
-#   S name                    the name of a folder in the folder
+#   S name                    the name of a subfolder
 #   N count (u16), files, tombstones (u32), bytes (u64), then `count` times (name, entry of 64):
-#     plain entries: each name once, of one extent, not by purge; the counts are their sums
-#   G by purge (u8), name, length of the entry (u32), entry
-#   H chunk (16), place (u32): a hole from the start (the folder has no meaning)
-# A name is its length (u8) and its bytes. The last step is U: the paths for `n`.
+#     entries of one extent, not by purge, no name twice; files, tombstones and bytes are their sums
+#   G by purge (u8), name, length of the entry (u32), entry: any other entry
+#   H chunk (16), place (u32): a hole, since no entry has this place; ignore the folder
+# A name is its length (u8) and its bytes. The last step, U, has the paths for `n`.
 APPLY = script(
     LESS
     + """
@@ -113,8 +114,8 @@ local function replace(k, name, old, v)
 end
 
 -- Extents of files that are not complete wait in `P`. `Q` has for each such file its stamp, how
--- many of its extents wait, and the number of the one that came last; `P` has before each extent
--- the number of the one that came before it. So the extents form a list, and nothing else is read.
+-- many of its extents wait, and the number of the one that came last; `P` has with each extent the
+-- number of the previous one. So the extents form a list, and nothing else is read.
 local NONE = 4294967295
 
 local function drop_part(k, name, stamp, number, is_hole)
@@ -168,7 +169,7 @@ local function fold_entry(k, name, v, by_purge)
   if not by_purge then drop_older(k, name, stamp) end
 end
 
--- Fold another copy of an extent of `old`: the chunk with the greater ID holds it
+-- Fold another copy of an extent of `old`: that in the chunk with the greater ID counts
 local function swap_extent(k, name, old, v)
   local number = (take('<I4', v, 85 + 48))
   local at = 85 + 64 * number

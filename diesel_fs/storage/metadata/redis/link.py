@@ -40,12 +40,12 @@ from .keys import sync_key
 DEADLINE_S = 30.0
 
 METADATA_READ_S = 6.0
-"""The longest wait of a read for an unreachable Redis: with its last try, an error is raised within
-10 s. While Redis loads its data, a read waits as long as a commit."""
+"""How long a read waits for an unreachable Redis: with the last try, it fails within 10 s. While
+Redis loads its data, a read waits as long as a commit."""
 
 _OPEN_S = {"": 4.0, SILENT: 1.0, LOADING: DEADLINE_S}
-"""The time to open a store, by the error's reason: a server that is down, or expects TLS, is
-reported soon; one that is loading will serve later."""
+"""The time to open a store, by the error's reason (`errors.py`): a server that is down (""), or
+expects TLS, is reported soon; one that is loading will serve later."""
 
 _SOCKET_S = 3.0
 _CONNECT_S = 2.0
@@ -53,7 +53,7 @@ _ALL_HOSTS_S = 5.0
 """The time to find that none of an address's hosts answers, one after the other."""
 
 _WAITAOF_MS = 1000  # per command: less than `_SOCKET_S`
-_TAGS_MAX = 1 << 16  # that `_Cluster` remembers, or tries to find a key on each node
+_TAGS_MAX = 1 << 16  # slots that `_Cluster` remembers; tries to find a key on each node
 _PAUSE_S = 0.02  # before the second try; then each time twice as long
 _PAUSE_S_MAX = 1.0
 _CONNECTIONS_MAX = 1 << 16
@@ -114,7 +114,7 @@ class RedisNodes(Protocol):
 
 class _Deadline(threading.local):
     end_s: float = math.inf  # monotonic
-    limit_s: float = math.inf  # `extend_deadline` moves it to this long after now
+    limit_s: float = math.inf  # `extend_deadline` sets `end_s` to this long after now
 
 
 class RedisLink:
@@ -353,7 +353,7 @@ def _connect(address: RedisAddress, socket_s: float) -> RedisNodes:
         return _Cluster(RedisCluster(startup_nodes=nodes, ssl=address.tls, **options))  # type: ignore[arg-type]  # options are passed on
     options["db"] = address.database
     if address.kind == "sentinel":
-        return _One(_sentinel_master(address, options, min(socket_s, per_host_s)))
+        return _SingleMaster(_sentinel_master(address, options, min(socket_s, per_host_s)))
     kind: type[Connection | UnixDomainSocketConnection] = Connection
     if address.socket:
         kind, options["path"] = UnixDomainSocketConnection, address.socket
@@ -361,7 +361,7 @@ def _connect(address: RedisAddress, socket_s: float) -> RedisNodes:
         kind = SSLConnection if address.tls else Connection
         ((options["host"], options["port"]),) = address.hosts
     pool = ConnectionPool(connection_class=kind, **options)  # type: ignore[arg-type]  # options are passed on
-    return _One(Redis(connection_pool=pool))
+    return _SingleMaster(Redis(connection_pool=pool))
 
 
 def _sentinel_master(address: RedisAddress, options: dict[str, object], per_host_s: float) -> Redis:
@@ -386,7 +386,7 @@ def _send(node: Redis, commands: Sequence[Sequence[Word]]) -> list[object]:
         return list(pipe.execute(raise_on_error=False))
 
 
-class _One:
+class _SingleMaster:
     def __init__(self, node: Redis) -> None:
         self._node = node
 
@@ -405,7 +405,7 @@ class _One:
 
 
 class _Cluster:
-    """The masters of a cluster. redis-py's own pipeline sends no scripts and scans to clusters."""
+    """The masters of a cluster. redis-py's pipeline sends neither scripts nor scans to clusters."""
 
     def __init__(self, cluster: RedisCluster) -> None:
         self._cluster = cluster

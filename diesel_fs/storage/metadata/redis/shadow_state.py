@@ -1,4 +1,4 @@
-"""Rebuilds a dataset in Redis as a new generation, beside the one that readers see.
+"""Rebuilds a dataset in Redis as a new generation of keys, beside the one that readers see.
 
 The hash `dead` (`keys.py`) lists each generation that is being built, or was replaced or dropped. A
 rebuild writes a heartbeat there every 20 s; without one for 10 minutes it counts as abandoned. Keys
@@ -75,11 +75,11 @@ class RedisShadowState(ShadowState):
         self._waiting: list[ChunkPieces] = []  # for `flush`
         self._rows = 0
         self._bytes = 0
-        self._heartbeat_s = -_HEARTBEAT_S  # the last; monotonic
+        self._last_heartbeat_s = -_HEARTBEAT_S  # monotonic
         # The run IDs of the Redis servers when the rebuild began. Another ID means a restart, which
         # may lose data.
         self._run_ids = list[str]()
-        self._head_run_id = b""  # of the head's slot
+        self._head_run_id = b""  # of the server that has the head's slot
 
     def begin(self) -> None:
         self._link.with_retries(self._read_revision)  # for its ConflictError
@@ -104,8 +104,8 @@ class RedisShadowState(ShadowState):
         return LiveState(revision, chunks)
 
     def _read_revision(self) -> tuple[bytes, ...]:
-        """The live state's generation and version; empty if there is none. Raises ConflictError as
-        `begin`."""
+        """The live state's generation and version; empty if there is none. Raises ConflictError if
+        another dataset has the name or the identity."""
         name, identity = self._name, self._identity
         owner = self._link.execute("HGET", NAMES_KEY, name)
         if isinstance(owner, bytes) and len(owner) == 16 and owner != identity.bytes:
@@ -126,7 +126,7 @@ class RedisShadowState(ShadowState):
 
     def _heartbeat(self) -> None:
         """Write a heartbeat if it is due. Raises BusyError after a restart of Redis."""
-        if time.monotonic() < self._heartbeat_s + _HEARTBEAT_S:
+        if time.monotonic() < self._last_heartbeat_s + _HEARTBEAT_S:
             return
         words = self._generation.name, self._generation.buckets
         (run_id,) = self._link.with_retries(
@@ -135,7 +135,7 @@ class RedisShadowState(ShadowState):
         if self._head_run_id and run_id != self._head_run_id:
             raise _restarted_error()
         self._head_run_id = octets(run_id)
-        self._heartbeat_s = time.monotonic()
+        self._last_heartbeat_s = time.monotonic()
 
     def add(self, batch: CommitBatch) -> None:
         self._heartbeat()
@@ -255,14 +255,13 @@ def remove_generation(transactions: RedisTransactions, generation: Generation, a
     than `age_s` seconds."""
     link = transactions.link
     try:
-        # For how long the generation has been abandoned (or replaced, or dropped)
-        (claimed_s,) = transactions.run_head_script(
+        (unused_s,) = transactions.run_head_script(
             CLAIM_ABANDONED, [DEAD_KEY], generation.name, age_s
         )
     except (UnknownDataset, ScriptRejected):
         return
     if not _exists(link, generation):
-        if as_count(claimed_s) >= _ABANDONED_S:
+        if as_count(unused_s) >= _ABANDONED_S:
             link.execute("HDEL", DEAD_KEY, generation.name)
         return
     reader = GenerationReader(link, generation, link.extend_deadline)

@@ -1,4 +1,4 @@
-"""The table `dataset` of the SQLite metadata store. All functions work inside the caller's
+"""Reads and writes the table `dataset` of the SQLite metadata store, inside the caller's
 transaction.
 """
 

@@ -1,4 +1,4 @@
-"""Reads entries from the tables of the SQLite metadata store.
+"""Reads entries, makes folders and removes chunks in the SQLite metadata store.
 
 All objects here belong to one transaction and one thread.
 """
@@ -22,7 +22,7 @@ from .runs import EntryRun, runs_in, runs_since
 
 COLUMNS = "entry.name, entry.chunk, entry.record, entry.tail"
 IMPLIED_CHUNK = 0
-"""No real chunk has this number."""
+"""Stands for a chunk in the rows of folders without an entry of their own."""
 
 _IS_TOMBSTONE = f"substr(entry.record, {KIND_AT + 1}, 1) = x'{Kind.TOMBSTONE:02x}'"
 
@@ -38,10 +38,12 @@ def implied(name: bytes) -> Row:
 
 
 class FolderNumbers:
+    """The numbers of a dataset's folders in the table `folder`."""
+
     def __init__(self, db: sqlite3.Connection, dataset: int) -> None:
         self._db = db
         self._dataset = dataset
-        # The keys are the parent's number and the name: a deep path takes much more memory
+        # By the parent's number and the name: whole paths would take much more memory
         self._numbers: dict[tuple[int, bytes], int] = {}
         self._paths: dict[int, bytes] = {}
         self.empty: set[int] = set()
@@ -101,6 +103,7 @@ class FolderNumbers:
         return sorted((path, number) for number, path in paths.items())
 
     def below(self, number: int) -> list[tuple[bytes, int]]:
+        """The folders directly in a folder."""
         return self._db.execute(
             "SELECT name, number FROM folder WHERE dataset = ? AND parent = ?",
             (self._dataset, number),
@@ -164,7 +167,7 @@ def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkRows:
 def empty_chunks(
     db: sqlite3.Connection, dataset: int, chunks: Iterable[ChunkId], *, tombstones: bool
 ) -> dict[ChunkId, int]:
-    """The numbers of those of `chunks` that have no places but holes or, with `tombstones`,
+    """The numbers of those of `chunks` that have only holes or, with `tombstones`, also
     tombstones."""
     unless_dead = f"AND NOT {_IS_TOMBSTONE}" if tombstones else ""
     select = "SELECT number FROM chunk WHERE dataset = ? AND id = ?"
@@ -192,6 +195,8 @@ def forget_chunk(db: sqlite3.Connection, number: int) -> None:
 
 
 class RowCollector:
+    """Collects entries, folder by folder, for one `Rows`."""
+
     def __init__(self) -> None:
         self._folders: dict[bytes, int] = {}
         self._folder: list[int] = []  # position in `_folders`, once for consecutive rows
@@ -200,7 +205,7 @@ class RowCollector:
         self._chunk: list[int] = []  # number of a chunk, once for consecutive rows
         self._chunk_counts: list[int] = []
         self._records = bytearray()
-        self._tails: dict[int, bytes] = {}
+        self._tails: dict[int, bytes] = {}  # as in `Rows`
 
     @property
     def chunks(self) -> set[int]:

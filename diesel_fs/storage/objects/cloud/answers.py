@@ -1,4 +1,4 @@
-"""The meaning of a bucket's answers: errors for HTTP statuses and codes, and time limits. Pure."""
+"""Translates a bucket's answers into errors, and has the limits of one attempt. Pure."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ _NO_BUCKET = frozenset({"NoSuchBucket", "InvalidBucketName", "ContainerNotFound"
 _NO_SPACE = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"})
 _CLOCK = frozenset({"RequestTimeTooSkewed", "RequestInTheFuture"})
 _EXPIRED = frozenset({"ExpiredToken", "InvalidToken", "TokenRefreshRequired", "RequestExpired"})
-_UNCONDITIONAL = frozenset({"NotImplemented", "InvalidArgument", "UnsupportedHeader"})
+_NO_CONDITIONS = frozenset({"NotImplemented", "InvalidArgument", "UnsupportedHeader"})
 _ARCHIVED = frozenset({"InvalidObjectState", "BlobArchived"})
 _EXISTS = frozenset({"BlobAlreadyExists", "PreconditionFailed"})
 _TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
@@ -38,8 +38,6 @@ class ChangedObject(AttemptFailed):
 
 
 class ConditionsUnsupported(ObjectStoreError):
-    """The store does not support conditional requests."""
-
     retry = False
 
 
@@ -50,7 +48,7 @@ class PermanentStoreError(ObjectStoreError):
 
 
 class ObjectArchived(PermanentStoreError):
-    """The object is in an archive; the store returns no bytes of it before it is restored."""
+    """The store returns no bytes of the object before it is restored."""
 
 
 class RangeNotSatisfiable(ObjectStoreError):
@@ -65,8 +63,6 @@ class ExpiredCredentials(ObjectStoreRefused):
 
 @dataclass(frozen=True, slots=True)
 class AttemptLimits:
-    """How long one attempt may take, and how much it may move."""
-
     connect_s: float = 5.0
     stall_s: float = 10.0
     """Longest pause between two bytes of a read, and longest time of a request without content."""
@@ -102,9 +98,9 @@ class CloudObject:
 def meaning_of_status(
     what: str, status: int, code: str, exists: bool, pause_s: float = 0.0
 ) -> DieselError:
-    """The error that an answer means: its HTTP status, and the vendor's error code ("": none).
+    """The error that an answer means, by its HTTP status and the vendor's error code ("": none).
     `what` begins the message. `exists`: obstore reports that the object exists. `pause_s`: the
-    pause that the store demands (0: none)."""
+    pause that the store demands (0: none known)."""
     if code in _NO_BUCKET:
         return PermanentStoreError(
             f"{what}: no such bucket", advice="check its name, and create it first"
@@ -135,7 +131,7 @@ def meaning_of_status(
             return PermanentStoreError(
                 f"{what}: it is elsewhere", advice="set AWS_REGION, or the endpoint"
             )
-        case _ if status == 501 or code in _UNCONDITIONAL:
+        case _ if status == 501 or code in _NO_CONDITIONS:
             return ConditionsUnsupported(what)
         case _ if status in _TRANSIENT or status > 507:
             pause_s = max(pause_s, _THROTTLED_PAUSE_S if status in _THROTTLED else 0.0)
@@ -144,6 +140,6 @@ def meaning_of_status(
 
 
 def _put_class(size: int) -> int:
-    """The next power of two. Clients are kept by their time limit, so puts of similar sizes share
-    one."""
+    """The next power of two: clients are kept by their time limit, and puts of similar sizes thus
+    share a client."""
     return 1 << (max(size, _SMALL_PUT_BYTES) - 1).bit_length()

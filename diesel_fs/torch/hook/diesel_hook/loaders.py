@@ -1,5 +1,5 @@
-"""Watches the `DataLoader`s of this process, and sends the launcher the orders of their samplers
-and the progress of their loops.
+"""Watches the `DataLoader`s of this process, and sends the launcher (see the package) the orders of
+their samplers and the progress of their loops.
 
 When `DataLoader` is imported, its `__init__` and `__iter__` are wrapped. When the first epoch of a
 loader begins, the `__iter__` of its sampler's class and the `__next__` of its iterator's class are
@@ -93,8 +93,8 @@ class Watch:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
-        """In a forked child: forget the parent's messages. For the launcher the child is another
-        process, which has sent nothing yet."""
+        """Forget the parent's messages: for the launcher, a forked child is another process, which
+        has sent nothing yet."""
         self.datasets = KnownDatasets(self.link)
         self._groupings.clear()
         self._loaders.clear()
@@ -111,7 +111,7 @@ class Watch:
         return self.datasets.record(loader.dataset)
 
     def stream(self, loader: _Loader) -> _LoaderStream:
-        """The stream of a loader, which is made at the first call."""
+        """A loader's stream, made at the first call."""
         found = self._loaders.get(loader)
         if found is None:
             self._count += 1
@@ -131,7 +131,8 @@ class Watch:
         batches = loader.num_workers * (loader.prefetch_factor or 0)
         epoch = LoaderEpoch(self, sampler, record, stream, batches)
         epoch.between = self._between.setdefault(loader, BetweenEpochs())
-        if not loader.persistent_workers:  # with them, torch draws from it for the first epoch only
+        # With persistent workers, torch draws from the generator for the first epoch only
+        if not loader.persistent_workers:
             epoch.loaders_generator = loader.generator
         # Whether the loop gets all indices of the sampler `each`, in their order
         is_counted = getattr(loader, "in_order", True)
@@ -185,15 +186,15 @@ class Watch:
             stream = self.stream(loader)
             stream.next_pace = self._pace(loader, stream.pace)
             turns = None if stream.next_pace is None else stream.next_pace.shared
-            users = loader.worker_init_fn
-            return LearningWorkers(self.link.path, record.parts, users, may_learn, turns)
+            user_init = loader.worker_init_fn
+            return LearningWorkers(self.link.path, record.parts, user_init, may_learn, turns)
         for part in record.parts:
             self._learner.learn(inside(loader.dataset, part.steps), part, may_learn=may_learn)
         return None
 
     def _pace(self, loader: _Loader, before: Pace | None) -> Pace | None:
-        """The pace of new workers; `before`: of the loader's last ones. None if processes here
-        cannot share semaphores."""
+        """The pace (`pace.py`) of new workers; `before`: that of the loader's last workers. None if
+        processes here cannot share semaphores."""
         workers, at_once = loader.num_workers, loader.num_workers
         if before is not None and before.workers == workers:
             at_once = before.at_once
@@ -205,7 +206,7 @@ class Watch:
             return None
 
     def end(self) -> None:
-        """An epoch has been read to its end: observe no more in this process."""
+        """Observe no more in this process: an epoch has been read to its end."""
         self._learner.stop()
 
 
@@ -259,18 +260,18 @@ class LoaderEpoch:
         """Whether each batch taken from the iterator has reached the user's loop: False if a
         library takes batches ahead of the loop, or a batch has failed."""
         self.loaders_generator: object = None
-        """The loader's generator, if the loader draws from that generator at each epoch."""
+        """The loader's generator, if the loader draws from it at each epoch."""
         self.between: BetweenEpochs | None = None
         self.pace: Pace | None = None
 
         self._watch, self.link = watch, watch.link
         self.record = record
-        self._dataset = None if record is None else record.number  # its number
+        self._dataset = None if record is None else record.number  # the dataset's number
         self._names: dict[str, object] = {"stream": stream.name, "epoch": stream.epochs - 1}
         self._lag = lag
         self._order: PredictedOrder | None = None
         self._drawn = DrawnIndices()
-        # The number of batches that the loop has received, and as of the last progress message
+        # The number of batches that the loop has received, now and at the last progress message
         self._received = self._sent = 0
         self._drawn_sent = 0  # the number of sent indices, if the order is not known
         self._drawn_s = 0.0  # when indices were sent last
@@ -333,7 +334,7 @@ class LoaderEpoch:
             self._order = None
             self._drawn_sent = position
             self._note_unforeseen()
-            if not is_behind:  # if it is, the prediction was right, but shorter
+            if not is_behind:  # otherwise the prediction was right, and has ended
                 self.link.send({"do": "cut", "position": position, **self._names})
         if time.monotonic() - self._drawn_s >= _MORE_S:
             self._send_drawn()
@@ -346,7 +347,7 @@ class LoaderEpoch:
             self.link.send({"do": "more", **self._names}, memoryview(new))
 
     def received(self, before_s: float, after_s: float) -> None:
-        """The loop has requested a batch at the time `before_s`, and received it at `after_s`."""
+        """The loop requested a batch at `before_s`, and received it at `after_s`."""
         self._received += 1
         if self.has_failed:
             self.is_counted = False
@@ -408,8 +409,8 @@ class LoaderEpoch:
 
 @contextmanager
 def _expecting_none() -> Iterator[None]:
-    """Within this context no iteration of a sampler is watched: a sampler that is watched may
-    iterate samplers inside it, or itself."""
+    """Within this context no iteration of a sampler is watched: a watched sampler may iterate
+    samplers inside it, or itself."""
     pair = getattr(_expected, "pair", None)
     _expected.pair = None
     try:
@@ -540,7 +541,7 @@ def watch(link: Link, settings: HookSettings) -> None:
 
 
 class _Finder:
-    """A finder on `sys.meta_path` that wraps the loader class of one module when it is imported."""
+    """Wraps the loader class of one module when it is imported."""
 
     def __init__(self, name: str, state: Watch) -> None:
         self._name = name
@@ -574,21 +575,21 @@ class _Finder:
 
 
 def _wrap_loader(kind: type, state: Watch) -> None:
-    # The original `__init__` and `__iter__`
-    made, original = kind.__init__, kind.__iter__  # type: ignore[misc, attr-defined] # a loader's
+    original_init = kind.__init__  # type: ignore[misc] # a loader's
+    original_iter = kind.__iter__  # type: ignore[attr-defined] # likewise
 
-    @functools.wraps(made)
+    @functools.wraps(original_init)
     def __init__(self: _Loader, *arguments: object, **named: object) -> None:
-        made(self, *arguments, **named)
+        original_init(self, *arguments, **named)
         try:
             state.send_files(self)
         except Exception as error:
             state.link.note(f"cannot find the files of a DataLoader: {error!r}")
 
-    @functools.wraps(original)
+    @functools.wraps(original_iter)
     def __iter__(self: _Loader) -> object:
         epoch = workers = None
-        users = self.worker_init_fn  # the user's
+        user_init = self.worker_init_fn
         try:
             epoch = state.begin(self)
             _wrap_sampler(epoch.sampler_kind, epoch)
@@ -599,11 +600,11 @@ def _wrap_loader(kind: type, state: Watch) -> None:
         if workers is not None:
             self.worker_init_fn = workers
         try:
-            iterator = original(self)
+            iterator = original_iter(self)
         finally:
             _expected.pair = None
             if workers is not None:
-                self.worker_init_fn = users
+                self.worker_init_fn = user_init
         if epoch is not None:
             try:
                 _wrap_iterator(type(iterator))
