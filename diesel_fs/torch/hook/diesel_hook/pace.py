@@ -26,7 +26,7 @@ TURN_S = 20.0
 SPARE = 1.5
 """Workers over those that keep all processors busy on average: some wait for files at the same
 time."""
-_MEASURED_MIN = 16  # batches before the first decision
+_MEASURED_MIN = 8  # batches before the first decision
 _MEASURED_FIRST, _MEASURED_EVERY = 32, 7
 """A worker measures its first batches, then one in seven, which counts for seven: to read the
 kernel's clock of waits takes 15 us."""
