@@ -89,23 +89,28 @@ class ForecastJob:
         check_number("number of epochs", self.epochs, 1, EPOCHS_MAX)
         check_number("seed", self.seed, 0, SEED_MAX - self.epochs)
         check_number("group size", self.group_size, 1)
+        check_number("memory of the mount", self.node.window_bytes)
+        check_number("memory of the cache", self.node.memory_bytes)
+        check_number("size of the disk cache", self.node.disk_bytes)
         for what, value in (
             ("the store's rate", self.store.bytes_per_s),
             ("the rate of one connection to the store", self.store.connection_bytes_per_s),
             ("the network's rate", self.node.network_bytes_per_s),
             ("the rate of reading the disk", self.node.disk_read_bytes_per_s),
             ("the rate of writing the disk", self.node.disk_write_bytes_per_s),
+            ("the rate of pushing contents", self.node.push_bytes_per_s),
             ("the rate of images", self.images_per_s),
         ):
-            if not 0 < value < 1e15:
-                raise UsageError(f"{what} is {value:g}: it must be above 0")
+            if not 0 < value <= 1e18:
+                raise UsageError(f"{what} is {value:g}: it must be above 0, and at most 1e18")
         for what, value in (
             ("the store's latency", self.store.request_s),
+            ("the network's latency", self.node.network_request_s),
             ("the price of requests", self.store.price_per_1000),
             ("the price of traffic", self.store.price_per_gb),
         ):
             if not 0 <= value < 1e6:
-                raise UsageError(f"{what} is {value:g}: it must be 0 or more")
+                raise UsageError(f"{what} is {value:g}: it must be 0 or more, and below 1e6")
 
     @property
     def world(self) -> int:

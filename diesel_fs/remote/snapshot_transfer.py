@@ -98,7 +98,7 @@ class CompressedSnapshots:
                 private_folder(self._folder)
                 path = self._path(identity, version)
                 _write(path, version, compressed(view))
-                self._remove_older(identity)
+                self._remove_older(identity, path)
                 return _opened(path, version)
         except (OSError, DieselError) as error:
             log.warning("the compressed pieces of a snapshot cannot be kept: %s", error)
@@ -108,10 +108,12 @@ class CompressedSnapshots:
         assert self._folder is not None
         return self._folder / f"{identity.hex}-{version:016x}.lz4"
 
-    def _remove_older(self, identity: UUID) -> None:
+    def _remove_older(self, identity: UUID, made: Path) -> None:
+        """Keep the newest versions, and the one that was just made: somebody reads it."""
         assert self._folder is not None
         for old in sorted(self._folder.glob(f"{identity.hex}-*.lz4"))[:-KEPT]:
-            old.unlink(missing_ok=True)
+            if old != made:
+                old.unlink(missing_ok=True)
 
 
 def _write(path: Path, version: int, pieces: Iterator[SnapshotPiece]) -> None:

@@ -172,15 +172,19 @@ class _Purge:
         """Returns the dataset's new retention policy, and the grace period of this purge in
         seconds."""
         options = self._options
-        policy = RetentionPolicy()
-        if options.keep < 0:
-            policy = read_retention_policy(self._objects, self._identity)
-        keep = policy.keep if options.keep < 0 else options.keep
-        longest_s = policy.grace_s
+        before: RetentionPolicy | None = None
+        try:
+            before = read_retention_policy(self._objects, self._identity)
+        except CorruptError:
+            if options.keep < 0:  # else it is written anew
+                raise
+        known = before or RetentionPolicy()
+        keep = known.keep if options.keep < 0 else options.keep
+        longest_s = known.grace_s
         if options.grace_s >= 0:
             longest_s = options.grace_s if options.grace_s > GRACE_S else 0
         new = RetentionPolicy(keep, longest_s)
-        if self._lease is not None and new != policy:
+        if self._lease is not None and new != before:
             write_retention_policy(self._objects, self._identity, new)
         return new, options.grace_s if options.grace_s >= 0 else max(GRACE_S, longest_s)
 

@@ -414,5 +414,11 @@ def test_bad_jobs_are_refused(bad: dict[str, int]) -> None:
     for store in (ForecastStore(-1.0), ForecastStore(0.0, 0.0), ForecastStore(price_per_1000=-1.0)):
         with pytest.raises(UsageError):
             ForecastJob(ForecastNode(1), store)
+    for node in (
+        ForecastNode(-1), ForecastNode(1, -1), ForecastNode(1, disk_bytes=-1),
+        ForecastNode(1, push_bytes_per_s=0.0), ForecastNode(1, network_request_s=-1.0),
+    ):  # fmt: skip
+        with pytest.raises(UsageError):
+            ForecastJob(node)
     with pytest.raises(UsageError):
         forecast(ForecastJob(ForecastNode(1)), made_files([1], 1), "fifo")

@@ -104,6 +104,16 @@ def test_pieces_of_old_versions_are_removed(
     assert [int(name.split("-")[1][:16], 16) for name in names] == [9, 10]
 
 
+def test_an_old_version_is_compressed_once_for_many_requests(
+    tmp_path: Path, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = CompressedSnapshots(tmp_path / "pieces")
+    for version in (8, 9, 10, 7, 7, 7):
+        monkeypatch.setattr(view, "version", version)
+        assert joined(pieces.pieces(view)) == view.buffer
+    assert pieces.made == 4
+
+
 @each_row("at", [0, 5000, -1, -20, -60])
 @each_row("how", ["flip", "cut", "empty"])
 def test_J6_a_damaged_file_is_made_again(at: int, how: str, tmp_path: Path, view: Snapshot) -> None:

@@ -10,6 +10,7 @@ no harm: the server checks the bytes, and reads an entry from the store if they 
 """
 
 import os
+import threading
 from typing import Protocol
 
 import numpy as np
@@ -74,6 +75,11 @@ class LogAddresses:
 
     # For the server
 
+    @property
+    def digests(self) -> set[int]:
+        """Of all logs that are known."""
+        return set(self._digests[self._digests != 0].tolist())
+
     def find(self, entry: int) -> tuple[int, int] | None:
         """The digest of the log that has an entry, and the offset in its file."""
         address = int(self._addresses[entry])
@@ -105,7 +111,8 @@ class LogEntryReader:
         """`folder` is the path of the dataset's folder in the cache, which need not exist yet."""
         self._snapshot, self._reader, self._folder = snapshot, reader, folder
         self._addresses: LogAddresses | None = None
-        self._files: dict[int, int] = {}  # descriptors, by the log's digest
+        self._files: dict[int, int] = {}  # descriptors, by the log's digest; under the lock
+        self._lock = threading.Lock()
         self._last: tuple[int, memoryview] = (-1, memoryview(b""))  # the entry that was read last
         self._hits = self._wrong = 0
 
@@ -141,12 +148,7 @@ class LogEntryReader:
             return None
         digest, start = place
         try:
-            file = self._files.get(digest)
-            if file is None:
-                path = f"{self._folder}/{file_name(digest)}"
-                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-                file = self._files[digest] = os.open(path, flags)
-            content = memoryview(os.pread(file, size, start))
+            content = memoryview(os.pread(self._file(digest), size, start))
         except OSError:
             return None
         if xxh3_64_intdigest(content) != int(self._snapshot.columns.checksum[index]):
@@ -156,13 +158,33 @@ class LogEntryReader:
         self._last = index, content
         return content
 
+    def _file(self, digest: int) -> int:
+        """The descriptor of a log. Raises OSError. The caller checks what it reads: another thread
+        may close the descriptor, after the log was removed."""
+        with self._lock:
+            self._close_removed()
+            file = self._files.get(digest)
+            if file is None:
+                path = f"{self._folder}/{file_name(digest)}"
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+                file = self._files[digest] = os.open(path, flags)
+            return file
+
+    def _close_removed(self) -> None:
+        """Close the files of logs that the worker has removed: their room comes free then."""
+        known = set() if self._addresses is None else self._addresses.digests
+        for digest in self._files.keys() - known:
+            os.close(self._files.pop(digest))
+
     def stats(self) -> dict[str, int]:
         """The figures of `reader`, and how many entries came from logs or were wrong there."""
+        with self._lock:
+            self._close_removed()
         return {**self._reader.stats(), "log_hits": self._hits, "log_wrong": self._wrong}
 
     def close(self) -> None:
         """Reads under way may fail."""
         self._reader.close()
-        files, self._files = self._files, {}
-        for file in files.values():
-            os.close(file)
+        with self._lock:
+            self._addresses = None
+            self._close_removed()

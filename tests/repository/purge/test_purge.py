@@ -19,8 +19,10 @@ from diesel_fs.errors import (
 from diesel_fs.format.chunk_id import id_fields, stamp
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object, lease_object
+from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.leases import PURGE, Lease, PurgeLease
 from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.retention import RetentionPolicy, read_retention_policy
 from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.storage.metadata.store import CommitBatch, ReadCommitted
 
@@ -413,3 +415,20 @@ def test_purge_of_the_library_takes_the_share_and_the_versions(repository: Local
         assert ds.purge(grace_s=0, keep=0).deleted > 0
         with pytest.raises(NotFoundError):
             repository.view_at("ds", before)
+
+
+def test_a_policy_stays_until_another_one_is_named(repository: LocalRepository) -> None:
+    day_s = 24 * 3600
+    with dataset_of(repository) as ds:
+        ds.put(b"x", "a")
+        ds.flush()
+
+        def policy_after(keep: int = -1, grace_s: int = -1) -> RetentionPolicy:
+            repository.purge("ds", PurgeOptions(keep=keep, grace_s=grace_s))
+            return read_retention_policy(repository.objects, ds.snapshot.identity)
+
+        assert policy_after(keep=3, grace_s=7 * day_s) == RetentionPolicy(3, 7 * day_s)
+        assert policy_after() == RetentionPolicy(3, 7 * day_s)
+        assert policy_after(keep=2) == RetentionPolicy(2, 7 * day_s)
+        assert policy_after(keep=0) == RetentionPolicy(0, 7 * day_s)
+        assert policy_after(grace_s=0) == RetentionPolicy()
