@@ -15,8 +15,8 @@ POD_INFO = "csi.storage.k8s.io/"
 # The attributes that a volume may have (`csi/VOLUMES.md`)
 ATTRIBUTES = (
     *"dataset version url user region endpoint follow session memory policy evict seed".split(),
-    *"groupSize uid gid umask cacheDir cacheSize cacheLayout coolDown lrfuP lrfuStep task".split(),
-    *"rank world peerTls peersThroughMaster".split(),
+    *"groupSize uid gid umask cacheDir cacheSize cacheLayout orderLogBelow coolDown".split(),
+    *"lrfuP lrfuStep task rank world peerTls peersThroughMaster".split(),
 )
 
 SECRETS = {

@@ -59,7 +59,7 @@ _CHOICES = {
 _FLAGS = ("follow", "peerTls", "peersThroughMaster")
 _NEEDS = {
     **dict.fromkeys(("rank", "world", "peerTls", "peersThroughMaster"), "task"),
-    **dict.fromkeys(("cacheSize", "cacheLayout", "coolDown"), "cacheDir"),
+    **dict.fromkeys(("cacheSize", "cacheLayout", "orderLogBelow", "coolDown"), "cacheDir"),
 }
 
 
@@ -213,6 +213,10 @@ def _options(
     for name in ("policy", "evict"):
         add(name, name, choice)
     add("cacheLayout", "cache-layout", choice)
+    if "orderLogBelow" in given:
+        if given.get("cacheLayout", "auto") != "auto":
+            raise UsageError("volume attribute orderLogBelow needs cacheLayout: auto")
+        options.append(f"--order-log-below={_size(given, 'orderLogBelow', 0)}")
     add("coolDown", "cool-down", lambda name: _matching(given, name, _DURATION))
     for name, option in (("lrfuP", "lrfu-p"), ("lrfuStep", "lrfu-step")):
         if name in given and given.get("evict") != "lrfu":
