@@ -286,7 +286,7 @@ class ReadThroughCache(StoreWrapper):
 
     def _claim(self, key: ChunkKey, missed: _Missed) -> bool:
         """Whether the caller shall fetch a chunk: not if another fetcher does, or if it failed a
-        short time ago; then `missed` is done with. Called with the lock."""
+        short time ago; then `missed` is dropped. Called with the lock."""
         other = self._fetching.get(key)
         if other is None and time.monotonic() >= self._not_before.get(key, 0.0):
             self._fetching[key] = missed

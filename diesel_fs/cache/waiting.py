@@ -66,7 +66,7 @@ def observer_set(observer: WaitObserver) -> Iterator[None]:
             _observer.reset(token)
 
 
-class waiting_for:  # a small letter, as it is used like a function
+class waiting_for:  # lower case, as it is used like a function
     """Marks the code in the `with` as waiting for a cause."""
 
     __slots__ = ("_cause", "_observer")

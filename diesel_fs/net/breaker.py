@@ -74,7 +74,7 @@ class CircuitBreaker:
         return self._open_until_s is not None and now_s < self._open_until_s
 
     def admit(self, now_s: float) -> int:
-        """0 if no request may be sent now."""
+        """Returns a ticket; 0 if no request may be sent now."""
         if self._open_until_s is not None:
             if self._is_probing or now_s < self._open_until_s:
                 return 0

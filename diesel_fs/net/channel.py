@@ -159,7 +159,8 @@ class Channel:
 
     @property
     def receive_some(self) -> Callable[[memoryview], int]:
-        """A function as `receive_now`, but it returns 0 at the end, and raises OSError."""
+        """A function as `receive_now`, but without TLS it returns 0 at the end, and raises
+        OSError."""
         return self._socket.recv_into
 
     @property
@@ -276,7 +277,8 @@ class TlsChannel(Channel):
 
     @property
     def send_one(self) -> Callable[[Bytes], int]:
-        """`send_some` below has a rule for the next call, which holds here, too."""
+        """As for `send_some`, after an incomplete call the next one must begin with the same
+        bytes."""
         return self._send_one
 
     def _send_one(self, content: Bytes) -> int:

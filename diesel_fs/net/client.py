@@ -36,10 +36,10 @@ DEADLINE_S = 60.0
 """The default for a request and its answer, with all attempts."""
 
 FIRST_CONNECT_S = 5.0
-"""For finding a server if none has ever answered: the address may be wrong."""
+"""The limit for finding a server if none has ever answered: the address may be wrong."""
 
 CONNECT_S = 10.0
-"""For connecting to one server, with the login."""
+"""The limit for connecting to one server, with the login."""
 
 SILENCE_S = 5.0
 """With several servers, the least time for which one may be silent before another is tried."""

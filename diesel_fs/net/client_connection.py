@@ -161,9 +161,9 @@ class Connection:
         room: memoryview | None,
         deadline: Deadline,
     ) -> Answer:
-        """Send a request and receive its first answer. Its payload must fill `room`, if given.
-        Raises ConnectionBroken, CorruptError; UsageError for a request that is too large, before
-        anything is sent."""
+        """Send a request and receive its first answer. The answer's payload must fill `room`, if
+        given. Raises ConnectionBroken, CorruptError; UsageError for a request that is too large,
+        before anything is sent."""
         self._last_id += 1
         views = byte_views(payload)
         size = sum(map(len, views))

@@ -153,7 +153,7 @@ class FrameLimits:
 BEFORE_LOGIN_LIMITS = FrameLimits(4 << 10, 64, 0)
 REQUEST_LIMITS = FrameLimits(8 << 20, 1 << 10, (1 << 30) + (64 << 20))
 READ_BYTES_MAX = REQUEST_LIMITS.payload_bytes
-"""As many as the largest range, a whole chunk."""
+"""The most bytes of one read: the largest range is a whole chunk."""
 
 ANSWER_LIMITS = FrameLimits(64 << 20, 1 << 22, (1 << 32) - 1)
 

@@ -194,7 +194,7 @@ class Fields:
 
 
 def error_message(error: DieselError) -> Message:
-    """Sends the class of `errors.py` that the error's class extends: the receiver knows it."""
+    """Names the class of `errors.py` that the error's class extends: the receiver knows it."""
     kind = next(each for each in type(error).__mro__ if each.__module__ == DieselError.__module__)
     return {"error": kind.__name__, "message": error.message, "advice": error.advice}
 

@@ -224,7 +224,7 @@ def make_certificate() -> Certificate:
         serialization.NoEncryption(),
     )
     context = _accepting_context()
-    context.num_tickets = 0  # none is resumed
+    context.num_tickets = 0  # no session is resumed
     file = os.memfd_create("certificate", os.MFD_CLOEXEC)  # OpenSSL reads keys from a path only
     try:
         os.write(file, pem)

@@ -1,8 +1,9 @@
 """Opens a connection to a master, and proves at both ends that the other one belongs to the task
-(`PEERS.md`, section 3): TLS, greeting, hello and proofs.
+(`PEERS.md`, section 3): TLS, greeting, hello and proofs. The *connector*, a master or a client,
+opens the connection; the *acceptor* is the master at the other end.
 
-A process that does not know the task's secret learns only that its proof was wrong; before the
-proof is checked, nothing but the hello is read.
+A process that does not know the task's secret learns only that its proof was wrong; the acceptor
+reads only greeting and hello before it checks the proof.
 """
 
 import hmac
@@ -34,7 +35,7 @@ from .members.membership import Member, TaskName, split_address
 from .wire import Hello, Proofs, Sizes
 
 HELLO_S = 5.0
-"""The time limit of the whole handshake, at both ends."""
+"""The time limit of the whole handshake, at both ends; in `connect_blocking`, of each step."""
 
 _SILENT, _CLOSED = "the other master does not answer", "the other master closed the connection"
 
@@ -89,7 +90,7 @@ class HandshakeRejected(Exception):
 # the connector ------------------------------------------------------------------------------------
 
 _Proving = Generator[bytes | int, bytearray, None]
-"""The connecting end yields bytes to send, or the number of bytes to receive, which are then sent
+"""The connector's steps: yields bytes to send, or how many bytes to receive; the caller sends these
 into the generator."""
 
 
@@ -115,7 +116,7 @@ async def connect(me: Connector, member: Member) -> Channel:
 
 
 def connect_blocking(me: Connector, member: Member) -> socket.socket | TlsSocket:
-    """As `connect`, for a thread. Each send or receive takes at most `HELLO_S`."""
+    """As `connect`, for a thread."""
     plain: socket.socket | None = None
     is_ready = False
     try:

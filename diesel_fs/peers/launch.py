@@ -1,4 +1,5 @@
-"""Finds the master of a task on this node, and starts it if there is none. Any thread and process.
+"""Finds the master of a task on this node, and starts it if there is none. For any thread and
+process.
 
 Below the user's runtime folder, each task has a folder with a folder for each of its nodes on this
 machine. A node's folder has `socket`; `lock`, which a process holds while it starts a master; and
@@ -54,8 +55,9 @@ FIRST_PROCESS_WAIT_S = 2.0
 in the output of the first one."""
 
 ALIVE_MARK_S, KILLED_REMEMBERED_S = 10.0, 60.0
-"""How often a master marks that it is alive; and how long after its last mark a process without a
-rank restarts a killed master. The master's former clients restart it at any time."""
+"""A master marks that it is alive every `ALIVE_MARK_S`. A process without a rank restarts a killed
+master only within `KILLED_REMEMBERED_S` after its last mark; the master's former clients do at any
+time."""
 
 DESCRIPTORS_MIN = 512
 """Open files that a master needs for clients and chunks, besides connections to other nodes."""
@@ -86,8 +88,8 @@ def join(
 ) -> Path:
     """The socket of this node's master, which `program` starts if none is alive.
 
-    If a running master has other options and readers, it keeps its options, and a warning names
-    those that differ. Without readers (its mount has just ended) it is replaced. Raises the error
+    A running master with other options is replaced if it has no readers (its mount has just ended).
+    If it has readers, it keeps its options, and a warning names those that differ. Raises the error
     that kept the master from starting, with the end of its log; UsageError for a bad rank or
     address."""
     socket_path = _find_or_start(request, program, first_process_wait_s, start_deadline_s)
@@ -390,7 +392,7 @@ def _start(
     assert rank is not None
     assert world is not None
     if world == 1 and not request.peers and not _is_registered(request):
-        # A single node needs no registry: it is given a list of peers
+        # A single node needs no registry: a list with only itself replaces it
         request = replace(
             request, peers=(_UNREACHABLE_PEER,), task_key=secrets.token_hex(32), listen=_ALONE
         )

@@ -35,10 +35,10 @@ VERSION = 4
 ) = range(1, 10)  # fmt: skip
 OK, REFUSED = range(2)
 ABSENT, PINNED, LENT = range(3)
-"""What PIN is answered: no descriptor, one of memory that is pinned, or one of a file."""
+"""The answers to PIN: no descriptor, one of pinned memory, or one of a file."""
 
 FILE = 2
-"""A flag of PIN: the client also takes the chunk's file."""
+"""A flag of PIN: the client also accepts a descriptor of the chunk's file."""
 
 UNPINNED_MAX = 1 << 16
 """The most chunks that one message may name (UNPIN, or the revoked chunks of an answer)."""

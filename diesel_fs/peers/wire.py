@@ -37,7 +37,7 @@ PLAN_BYTES_MAX = PARTS_MAX * PART_BYTES
 READ."""
 
 READ, PING, WORKING, PLAN = 1, 3, 4, 5
-"""Kinds of messages."""
+"""Kinds of messages. WORKING announces that the answer to a READ takes longer."""
 
 WORKING_S, WORKING_PART_S, WORKING_S_MAX = 2.5, 0.1, 10.0
 
@@ -45,7 +45,7 @@ LOAD, THROUGH = 1, 2
 """Flags of a READ, the first also of a PIN."""
 
 GIVEN, ABSENT, NOT_MINE, BUSY, FAILED = range(5)
-"""Statuses of parts."""
+"""Statuses of parts (`PEERS.md`, section 3)."""
 
 ALL_GIVEN = bytes(PARTS_MAX)
 """The statuses of an answer that gives all parts are a slice of this."""

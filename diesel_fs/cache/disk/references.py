@@ -3,9 +3,9 @@ jobs have used the dataset.
 
 The file has 28 bytes, or none before the first job: `DIESLRF2`, two little-endian doubles and the
 CRC-32 of all this. The doubles are the dataset's CRF (`policies/lrfu.py`) at its last reference
-(start of a job), and the time of that reference in hours since 1970. Other content, as of older
-versions, counts as one reference at the file's mtime. The file is
-written in place, since jobs hold locks on it. Older programs that do not know the content keep it.
+(start of a job), and the time of that reference in hours since 1970. Other content, as older
+versions wrote it, counts as one reference at the file's mtime. The file is written in place, since
+jobs hold locks on it. Older programs that do not know the content keep it.
 """
 
 import math

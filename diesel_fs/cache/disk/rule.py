@@ -5,7 +5,7 @@ no numpy, so that `dlcmd mount` starts fast.
 from dataclasses import dataclass
 
 COOL_DOWN_S = 600
-"""A job that ended is often started again, and evaluates or restarts within minutes."""
+"""After a job, a restart or an evaluation often follows within minutes."""
 
 LRFU_P, LRFU_STEP = 2.0, 1 / 24
 """These halve a reference within a day, as times are hours. A dataset that is used each day then

@@ -30,7 +30,7 @@ _CHECKSUM_BYTES = 8
 
 _TRIAL_FILE = ".disk-trial"
 _TRIAL_BYTES, _PIECE_BYTES = 128 << 20, 4 << 20
-_FREE_FACTOR = 4  # this many times the trial file is free, or nothing is measured
+_FREE_FACTOR = 4  # with less than this many trial files free, nothing is measured
 _STEP_S = 0.3  # for each of writing, reading in sequence, and reading at random
 _READERS = 8  # at random, at once
 _PLACES, _ENDLESS = 1 << 14, 1 << 62

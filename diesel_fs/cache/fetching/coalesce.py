@@ -35,9 +35,9 @@ limits."""
 SPARSE_DIVISOR = 2
 """A chunk of small files is read as a whole if each gap takes, on average, at most this part (a
 half) of the time of a request. With half of the files of 10 KB drawn and a third of those in
-memory, chunk-wise epochs took 1.8 s so, with 500 requests and 265 MB, and else 3.0 s, with 7,000
-requests and 117 MB. Below that, fewer bytes are worth more than the time: other readers share the
-store."""
+memory, chunk-wise epochs took 1.8 s (500 requests, 265 MB), without this rule 3.0 s (7,000
+requests, 117 MB). If less is wanted, fewer bytes are worth more than the time: other readers share
+the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class ReadLimits:
 
     sparse_gap_bytes: int = 4 << 10
     """The same if the store is slow and little of the chunk around the extents is wanted
-    (`is_sparse`), as for orders that are shuffled over all files: such gaps would make most of the
-    bytes."""
+    (`is_sparse`), as for orders that are shuffled over all files: larger gaps would make up most of
+    the bytes."""
 
     batched_gap_bytes: int = 4 << 10
     """The same if the store takes many reads in one request: one more costs 3 us there."""

@@ -40,8 +40,8 @@ class ReadPlan(NamedTuple):
         return self.rows[self.cuts[number] : self.cuts[number + 1]]
 
     def rows_of_some(self, numbers: Sequence[int]) -> Rows:
-        """Extents in the order of `numbers`, which has no number twice."""
-        if numbers[-1] - numbers[0] == len(numbers) - 1:  # they are ascending
+        """The extents of spans. `numbers` ascend, none twice."""
+        if numbers[-1] - numbers[0] == len(numbers) - 1:  # no gap between them
             return self.rows[self.cuts[numbers[0]] : self.cuts[numbers[-1] + 1]]
         cuts, some = np.array(self.cuts), np.array(numbers)
         counts = cuts[some + 1] - cuts[some]
@@ -94,7 +94,7 @@ def plan_reads(
 
 
 def rows_of(snapshot: Snapshot, entries: npt.NDArray[np.int64]) -> Rows:
-    """Entries without content have none."""
+    """Entries without content have no rows."""
     columns = snapshot.columns
     flags = columns.flags[entries]
     many = (flags & MANY_EXTENTS) != 0

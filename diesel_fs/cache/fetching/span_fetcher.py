@@ -40,8 +40,8 @@ from .read_plan import Span
 from .stored_parts import StoredParts
 
 AHEAD_THREADS = 16
-"""Requests ahead of time whose contents are taken at once: those of the pushes that a mount
-announces."""
+"""The most requests ahead of time whose contents threads take at the same time: those of the pushes
+that a mount announces."""
 
 ARRIVED_S_MIN = 0.0002
 """If the caller waits less than this for contents, they had arrived before, at an unknown time, and
@@ -73,7 +73,7 @@ class _Asked:
         self._note = note
         self._asked_s = time.monotonic()
         parts = np.array(spans, np.uint32)
-        self._places = reader.places(parts[:, 0].astype(np.int64))  # nodes
+        self._places = reader.places(parts[:, 0].astype(np.int64))  # by span
         self.bytes = int(parts[:, 2].sum(dtype=np.int64))
         reading = reader.begin(parts)
         self._reading = reading if threads is None else _Ahead(reading, threads)

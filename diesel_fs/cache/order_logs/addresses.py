@@ -77,7 +77,6 @@ class LogAddresses:
 
     @property
     def digests(self) -> set[int]:
-        """Of all logs that are known."""
         return set(self._digests[self._digests != 0].tolist())
 
     def find(self, entry: int) -> tuple[int, int] | None:

@@ -63,7 +63,6 @@ class LogIdentity:
 
 
 def file_name(order: int) -> str:
-    """The name of a log's file."""
     return f"order-{order:016x}"
 
 
@@ -222,7 +221,6 @@ class LogLayout:
 
     @property
     def largest_bytes(self) -> int:
-        """The bytes of the largest segment."""
         return int((self.end - self.start).max(initial=0))
 
     def find(self, entries: Entries) -> Places:
@@ -271,7 +269,7 @@ class SegmentHeader(NamedTuple):
     entries: Entries
 
     def stored_bytes(self, sizes: Sizes) -> int:
-        """The bytes of the segment in the file; `sizes` is that of the dataset."""
+        """The bytes of the segment in the file; `sizes` has those of all entries."""
         units = -(-sizes[self.entries].astype(np.int64) // self.unit)
         content = _aligned(np.array([units.sum() * self.unit]))
         return header_bytes(len(self.entries)) + int(content[0])
@@ -302,7 +300,8 @@ def parse_any_header(content: Bytes) -> SegmentHeader:
 
 
 def parse_entry_count(content: Bytes) -> int:
-    """The number of entries in the segment whose header begins so. Raises FormatError."""
+    """The number of entries in the segment whose header `content` begins with. Raises
+    FormatError."""
     if len(content) < _HEAD.size:
         raise FormatError("the header of a segment is cut off")
     magic, version, _, count, *_ = _HEAD.unpack_from(content)

@@ -46,14 +46,14 @@ class Log:
     """Whether another process has left it: then `is_present` is partly a guess, by headers."""
 
     is_present: Mask = field(init=False)  # by place
-    is_sure: Mask = field(init=False)  # by place: this process has written it, or has staged it
+    is_sure: Mask = field(init=False)  # by place: this process wrote it, or staged it (`writer.py`)
     is_written: Mask = field(init=False)  # by place: this process has written it
     is_delivered: Mask = field(init=False)  # by place: a reader has got it in this epoch
     has_header: Mask = field(init=False)  # by segment: the header is in the file
     is_released: Mask = field(init=False)  # by segment: its room is free again, or soon will be
     passed: int = 0  # segments that the reader has passed
     is_filling: bool = False
-    """Whether contents of older logs are still being copied to it (`rewriting.py`)."""
+    """Whether contents of older logs are still being copied to it (`writer.py`)."""
 
     def __post_init__(self) -> None:
         places, segments = len(self.layout.entries), self.layout.segments
@@ -65,7 +65,6 @@ class Log:
         self.is_released = np.zeros(segments, np.bool_)
 
     def places_in(self, segment: int) -> "slice[int, int, None]":
-        """The places of a segment."""
         return slice(int(self.layout.first[segment]), int(self.layout.first[segment + 1]))
 
     def find_present(self, entries: Entries) -> tuple[Places, Mask]:
@@ -85,7 +84,7 @@ class LogSet:
     """The logs of one version of a dataset, with their counts, pauses and warnings."""
 
     def __init__(self, snapshot: Snapshot, addresses: LogAddresses | None) -> None:
-        """`addresses`, if any, tells the mount's server where entries lie."""
+        """`addresses`, if any, shows the mount's server where entries lie."""
         self.snapshot = snapshot
         self.addresses = addresses
         columns = snapshot.columns
@@ -103,7 +102,6 @@ class LogSet:
         self._warned: set[str] = set()
 
     def next_logs(self) -> list[Log]:
-        """The logs of `next` that exist."""
         return [found for digest in self.next if (found := self.by_order.get(digest))]
 
     def is_read_whole(self, found: Log) -> bool:
@@ -123,7 +121,6 @@ class LogSet:
         )
 
     def missing(self, entries: Entries) -> Entries:
-        """The files among these that no log has."""
         for each in self.readable():
             _, is_here = each.find_present(entries)
             entries = entries[~is_here]

@@ -27,23 +27,21 @@ from .streams import LogPlan, StreamLogs
 from .writer import LogWriter
 
 STAGED_BYTES = 64 << 20
-"""Bytes that are collected before a write. More contents have more neighbours of the next epoch,
-which are written together."""
+"""Bytes collected before a write. If they are more, one write has more neighbours of the next
+epoch."""
 
 WORTHWHILE_FILE_BYTES = 32 << 10
 """If files are smaller on average, a log is worth its writes to a disk whose speed is unknown."""
 
 SAVED_AT_ONCE, LAST_SEGMENTS = 2, 8
-"""Segments that a reader has passed are read whole if the next logs lack some of their entries:
-`SAVED_AT_ONCE` in one call, so that pushes go on, and at the end of an epoch all that are left, if
-they are at most `LAST_SEGMENTS`."""
+"""Segments that a reader has passed are read whole if the next logs lack some of their entries: at
+most `SAVED_AT_ONCE` in one call, so that pushes go on; at the end of an epoch all that are left,
+unless these are more than `LAST_SEGMENTS`."""
 
 _GAP_BYTES = 64 << 10  # reading this many unwanted bytes costs less than one more read
 
 
 class OrderLogs:
-    """The order logs of one version of a dataset."""
-
     def __init__(
         self,
         snapshot: Snapshot,
@@ -313,7 +311,6 @@ class LoggedReader:
                 yield batch
 
     def prefetch(self, units: Sequence[Entries]) -> None:
-        """As `BatchSource.prefetch`."""
         before, self._rests = self._rests, {}
         for entries in units:
             key = entries.tobytes()
@@ -338,11 +335,9 @@ class LoggedReader:
 
     @property
     def is_slow(self) -> bool:
-        """As `BatchSource.is_slow`."""
         return self._reader.is_slow
 
     def stats(self) -> dict[str, int]:
-        """The figures of the other reader and of the logs."""
         return {**self._reader.stats(), **self._logs.stats()}
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class LogMaker:
     def __init__(
         self, logs: LogSet, files: OrderLogFiles, *, reserved_bytes: int, segment_bytes: int
     ) -> None:
-        """`reserved_bytes` of the cache's size are no room for logs."""
+        """`reserved_bytes` of the cache's size are not for logs."""
         self._set, self._files = logs, files
         self._reserved_bytes, self._segment_bytes = reserved_bytes, segment_bytes
         self.can_punch = True
@@ -55,7 +55,7 @@ class LogMaker:
         return max(limit_bytes if self.can_punch else limit_bytes // 2, 0)
 
     def open(self, digest: int, order: Entries, share: float | None) -> Log | None:
-        """The log of an order that another process has left; None if there is none, too. It may
+        """The log of an order that another process has left; None also if there is none. It may
         take `share` (a fraction) of the room for the logs of one epoch; None: as much as it has."""
         identity = self._identity(digest)
         with contextlib.suppress(FileNotFoundError):
@@ -91,8 +91,8 @@ class LogMaker:
         return self._new(digest, identity, cut, arrivals, None)
 
     def leftovers(self, wanted: Entries, known: Sequence[Log]) -> list[Log]:
-        """The logs of other orders that earlier processes have left, as far as at least half of
-        their entries are `wanted`; without the logs `known`."""
+        """The logs of other orders that earlier processes have left, if at least half of a log's
+        entries are `wanted`; without the logs `known`."""
         is_wanted = np.zeros(len(self._set.is_logged), np.bool_)
         is_wanted[wanted] = True
         found = []
@@ -153,8 +153,8 @@ class LogMaker:
     def _with_headers(
         self, digest: int, identity: LogIdentity, cut: LogCut, file: int, share: float | None
     ) -> Log:
-        """The log in a file whose segments lie as they were cut, as far as their headers are
-        right."""
+        """The log in a file, whose segments lie as in `cut`. Those with a right header count as
+        present."""
         try:
             self._check_punching(file)
             headers = self._read_headers(file, cut, identity)
@@ -177,10 +177,9 @@ class LogMaker:
         return made
 
     def _check_punching(self, file: int) -> None:
-        """Find out whether the file system can release parts of a file."""
         try:
             end = -(-os.fstat(file).st_size // BLOCK_BYTES) * BLOCK_BYTES
-            punch_hole(file, end, BLOCK_BYTES)  # behind its end, where nothing is
+            punch_hole(file, end, BLOCK_BYTES)  # beyond its end, where there is nothing
         except OSError as error:
             if error.errno in _TAKES_NOTHING:
                 raise

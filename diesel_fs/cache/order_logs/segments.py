@@ -29,8 +29,6 @@ class _Segment:
 
 
 class SegmentReader:
-    """The segments in memory, and those that are being read."""
-
     def __init__(self, logs: LogSet, writer: LogWriter) -> None:
         self._set, self._writer = logs, writer
         # Segments that are being read ahead, and the places of their contents
@@ -45,7 +43,6 @@ class SegmentReader:
         self._reading.clear()
 
     def close(self) -> None:
-        """End the threads."""
         self._readers.shutdown(cancel_futures=True)
 
     def prefetch(self, found: Log, numbers: Iterable[int]) -> bool:
@@ -53,7 +50,7 @@ class SegmentReader:
         room for all."""
         for number in numbers:
             if len(self._reading) >= SEGMENTS_AHEAD * len(self._set.current_orders):
-                # A segment may have been read in vain, as the mount had all its files already
+                # A segment may have been read needlessly, as the mount had all its files already
                 digest, oldest = next(iter(self._reading))
                 if digest != found.order or oldest >= number - SEGMENTS_AHEAD:
                     return False

@@ -46,7 +46,7 @@ class WantedLogs:
     following: frozenset[int]
     """The logs that will be written, for the next epochs."""
     unforeseen: frozenset[int]
-    """Those of the orders that are being read that may be made of other logs, if they have none."""
+    """Orders that are being read. A missing log of one may be made of other logs."""
     arrivals: Entries
     """The order in which contents will come."""
 
@@ -118,7 +118,6 @@ class StreamLogs:
 
     @property
     def current_orders(self) -> frozenset[int]:
-        """The digests of the orders that are being read."""
         return frozenset(self._current.values())
 
     def current(self, name: str) -> int:

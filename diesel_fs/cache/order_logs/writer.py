@@ -66,8 +66,6 @@ class _Rewriting:
 
 
 class LogWriter:
-    """Writes the logs of a set, and releases the segments that were read."""
-
     def __init__(
         self, logs: LogSet, files: OrderLogFiles, *, staged_bytes: int, segment_bytes: int
     ) -> None:
@@ -91,7 +89,6 @@ class LogWriter:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes that wait to be written."""
         return self._staged.bytes
 
     def change(self, wanted: WantedLogs) -> None:
@@ -102,7 +99,7 @@ class LogWriter:
     def lacking(self, entries: Entries) -> Mask:
         """For each of these files, whether a next log should have it and lacks it."""
         if self._changing is not None and not self._changing.done():
-            # Logs are still being made, which will take any file
+            # Logs are still being made, and may want any file
             return self._set.is_logged[entries]
         return self._set.lacking(entries)
 
@@ -130,7 +127,6 @@ class LogWriter:
         self._punch_released()
 
     def flush_if_idle(self) -> None:
-        """Begin to write the staged contents, even if they are few. Does not wait."""
         if self._staged.contents and (self._writing is None or self._writing.done()):
             self.flush()
 

@@ -24,7 +24,7 @@ class ReadCosts:
     """The latency of one place, in seconds, and the seconds for each byte.
 
     Both are fitted to the last reads by least squares. If all of those had the same size, latency
-    and transfer cannot be told apart; then a change counts for the one that was larger before.
+    and transfer cannot be told apart; then the one that was larger before takes up a change.
     Several threads may call `observe` at once; then a sample may be lost.
     """
 
@@ -83,8 +83,8 @@ class ReadCosts:
         return self.latency_s + self.s_per_byte * size
 
     def cost(self, size: int, span_bytes: int) -> tuple[float, float]:
-        """Seconds for `size` bytes in spans of at most `span_bytes`, as many at once as usual
-        lately: latency and transfer."""
+        """Seconds for `size` bytes in spans of at most `span_bytes`, as many at once as of late:
+        latency and transfer."""
         if not size:
             return 0.0, 0.0
         alone_s = self.read_s(min(size, span_bytes))

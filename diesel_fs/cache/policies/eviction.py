@@ -24,8 +24,8 @@ UnitValues = npt.NDArray[np.float32]
 """For each unit, how many of its parts will be read in an epoch (an estimate)."""
 
 _Key = tuple[int, float, int, int]
-"""The order of eviction, least first: the time of a unit's next use, negative; its value; the
-number of its last read; the unit."""
+"""The order of eviction, least first: the time of a unit's next use, negated; its value; the number
+of its last read; the unit."""
 
 _OLD_KEYS_MIN = 1024  # with fewer old keys, the heap is not built anew
 
@@ -145,7 +145,7 @@ class FarthestNextUse(LeastRecentlyUsed):
     def record_access(self, unit: int) -> None:
         super().record_access(unit)
         key = self._keys.get(unit)
-        if key is not None and key[0] == -NEVER:  # among others, the last read does not count
+        if key is not None and key[0] == -NEVER:  # units with a next use keep their keys
             self._reads += 1
             self._push(unit, NEVER, self._reads)
 

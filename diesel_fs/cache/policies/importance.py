@@ -229,7 +229,7 @@ class JobImportances:
     def __init__(self, count: int) -> None:
         self._count = count  # entries of the dataset
         self._jobs: dict[str, _JobList] = {}  # the job that sent its list last is last
-        self._tells = 0  # whole lists, of all jobs
+        self._tells = 0  # whole lists that jobs have sent
 
     def __len__(self) -> int:
         return len(self._jobs)

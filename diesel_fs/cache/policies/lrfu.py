@@ -20,8 +20,8 @@ The caller chooses the unit of times. A cache folder (`disk/`) counts whole hour
 within the same hour tie. A node runs a few jobs in a day, so finer times would only measure chance.
 With `step` 0 nothing is forgotten, and the number of references decides (LFU). With `step` 1 and a
 `p` of 2 or more, if a dataset has at most one reference in each unit of time, the time of the last
-reference decides (LRU). Only the product `step * ln(p)` matters; the code keeps both numbers since
-the paper has both.
+reference decides (LRU). Only the product `step * ln(p)` matters; both numbers are kept, as in the
+paper.
 """
 
 import math

@@ -73,9 +73,7 @@ class BatchSource(Protocol):
         """Whether a read takes so long that reading ahead helps. True before the first read."""
         ...
 
-    def stats(self) -> dict[str, int]:
-        """Counts of the reads."""
-        ...
+    def stats(self) -> dict[str, int]: ...
 
     def close(self) -> None:
         """Stop reading ahead. Repeatable."""
@@ -204,9 +202,9 @@ class CoalescingReader:
     def _narrowed(
         self, entries: SomeEntries, before: Iterable[_AnnouncedUnit]
     ) -> _AnnouncedUnit | None:
-        """If the entries are a unit of `before` that is under way, without some that other readers
-        have read: that unit without these. Its spans in flight are used, although they bring too
-        much."""
+        """If `entries` are the rest of a unit of `before` that is under way (other readers have
+        read the others), that unit with these only. Its spans in flight are used, although they
+        bring too much."""
         wanted = frozenset(entries.tolist())
         for other in before:
             if wanted <= other.entries and self._is_under_way(other):

@@ -263,7 +263,7 @@ class EntryReader:
             self._cache.prefetch(number)
         offsets = columns.offset[window.wanted].astype(np.int64)
         held: dict[int, LoadedChunk] = {}
-        # At the last file of a visit: all its files
+        # For the last file of a visit: all files of the visit
         closing = map(window.closing.get, range(len(window.wanted)))
         for index, number, offset, end, checksum, closed in zip(
             window.wanted.tolist(),

@@ -11,8 +11,7 @@ If a group wants too little of a chunk to read it whole, the chunk has no visit 
 are read one by one. So are all extents of a file except the first: they may lie in chunks of other
 groups.
 
-Pure. `ChunkCache` loads and drops the chunks, and holds its lock when it calls a method that
-changes something.
+Pure. `ChunkCache` loads and drops the chunks, and calls `advance` and `mark_read` under its lock.
 """
 
 from bisect import bisect_left
@@ -85,7 +84,7 @@ class OrderPrefetch:
         self._wanted: list[int] = reads[whole].astype(np.int64).tolist()
         self._left = self._wanted.copy()
         with_visit = np.flatnonzero(number >= 0)
-        self.first = int(order[with_visit[0]]) if len(with_visit) else -1  # entry that has a visit
+        self.first = int(order[with_visit[0]]) if len(with_visit) else -1  # the first with a visit
 
         per_group = np.bincount(group[kept], weights=sizes[whole], minlength=len(ends))
         pairs = per_group.copy()

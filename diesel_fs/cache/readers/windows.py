@@ -74,7 +74,7 @@ class WindowPlanner:
     def _followed_window(self, followed: OrderPrefetch, wanted: Column) -> Window:
         chunks, _ = self._plain_chunks(wanted)
         visits = followed.visits_of(wanted)
-        chunks[visits < 0] = -1  # the group wants too little of these chunks: read files alone
+        chunks[visits < 0] = -1  # without a visit: these files are read alone
         closing = {}
         plain = np.flatnonzero(chunks >= 0)
         by_visit = plain[np.argsort(visits[plain], kind="stable")]

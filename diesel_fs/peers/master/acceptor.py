@@ -2,7 +2,7 @@
 3), authenticates them, and hands them to the data plane.
 
 The data plane hands back each request that has to wait for a disk, a store or another node. Each
-gets its own task here, so answers leave in any order. One trio loop.
+gets a trio task here, so answers leave in any order. One trio loop.
 """
 
 import errno
@@ -32,7 +32,7 @@ PENDING_HANDSHAKES_MAX, PENDING_HANDSHAKES_PER_ADDRESS = 512, 128
 master's handshake takes milliseconds."""
 
 CONNECTIONS_MAX = 16_384
-"""Clients beyond this number are refused, and ask through their own node's master."""
+"""Further connections are refused; a refused client asks through its own node's master."""
 
 _LOG_LINES_MAX, _LOG_PERIOD_S = 20, 60.0  # rejections logged in each period
 _ACCEPT_PAUSE_S = 0.1  # the next connection waits in the kernel
@@ -51,8 +51,8 @@ class AnswerSource(Protocol):
         self, rank: int, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
         """A status for each part, and the bytes of the parts with `GIVEN`, which never change.
-        `rank` is the asking node's. `load`: fetch missing chunks of this node. `through`: ask other
-        nodes for parts of their chunks."""
+        `rank` is the asking node's. `load`: fetch missing chunks that this node owns. `through`:
+        ask the other owners for parts of theirs."""
 
     def take_plan(self, rank: int, body: bytes) -> int:
         """Take over a message about plans of node `rank`; returns a status (`wire.py`)."""

@@ -163,8 +163,8 @@ class _Daemon:
             )
 
     def _warn_of_replaced(self, address: str) -> None:
-        """Two nodes may have been given the same rank. But a replaced master on the same machine
-        was this node's own, which was killed. `address` is empty if none was replaced."""
+        """Warn if two nodes seem to have the same rank. A replaced master on this machine was this
+        node's own, which was killed. `address` is empty if none was replaced."""
         if address and split_address(address).host != split_address(self._member.address).host:
             self._warn(
                 f"this master has replaced another one of rank {self._rank}, at {address}: give"
@@ -172,7 +172,7 @@ class _Daemon:
             )
 
     def _warn_of_higher_rank(self, membership: Membership) -> None:
-        """Nodes with different numbers still share the chunks."""
+        """If `--world` differs between nodes, they still share the chunks."""
         last = max((each.rank for each in membership.members), default=0)
         if last >= self._world:
             self._warn(

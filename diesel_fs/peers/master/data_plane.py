@@ -164,7 +164,7 @@ class DataPlane:
         return len(self._connections)
 
     def stats(self) -> dict[str, int]:
-        """`inline` counts requests that were not forwarded."""
+        """`inline` counts READs that were not forwarded."""
         connections = list(self._connections.values())
         return {
             "requests": self._requests,
@@ -182,8 +182,6 @@ class DataPlane:
         self._thread.join()
 
     def _command(self, command: Callable[[], None]) -> None:
-        """Have the thread call `command`, after earlier ones; or call it, if the thread has
-        ended."""
         with self._ending:
             if not self._is_closed:
                 self._commands.append(command)

@@ -1,8 +1,8 @@
 """The master's end of the local protocol (`PEERS.md`, section 4), for the readers on its own node.
 
-It also decides when an unused master ends. If a client ends at any point, nothing of it stays.
-Everything runs in the master's trio loop; each connection has one task, and carries one request at
-a time.
+It also decides when an unused master ends. When a client process ends, at any point, the master
+drops all that it kept for it. Everything runs in the master's trio loop; each connection has one
+task, and carries one request at a time.
 """
 
 import array
@@ -34,8 +34,8 @@ BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # without free descriptors; the next client waits in the kernel
 
 SWITCH_S = 2.0
-"""After a switch of the version, clients of the former version do not end the master for this time:
-its own clients have yet to connect anew."""
+"""For this time after a switch of the version, a client that wants another version does not end the
+master: its own clients have yet to connect anew."""
 
 _RECEIVE_BYTES = 64 << 10
 _ANY_CHUNK = 1 << 32  # no limit: unpinning a chunk that was never pinned does nothing
@@ -49,7 +49,7 @@ class LocalServer:
     def __init__(self, master: Master) -> None:
         self._master = master
         self._connections: Counter[int] = Counter()  # of each process
-        self._readers = 0  # connections for this version
+        self._readers = 0  # connections with an accepted hello
         self._other_version_wanted = False
         self._switched_s = -math.inf
         self._clients_changed = trio.Event()

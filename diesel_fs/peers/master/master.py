@@ -3,8 +3,8 @@
 It follows the members of the task, knows the owner of each chunk, and shows that to its clients
 (`members/owner_table.py`). Its `NodeCache` keeps this node's chunks. It answers the reads that the
 data plane cannot answer at once (`AnswerSource`), asks other masters (`peer.py`) and the store for
-chunks, and exchanges readers' plans with other masters (`plan/`). A reader reads the parts that it
-cannot give from the store: so no reader gets an error if members come, go or fail.
+chunks, and exchanges readers' plans with other masters (`plan/`). Parts that the master cannot
+give, a reader reads from the store: so no reader gets an error if members come, go or fail.
 
 Concurrency. Everything runs in one trio loop; calls that block (the registry, the store, computing
 owners, checking chunks) run in threads. Three things change while a task waits:
@@ -60,13 +60,13 @@ RENEW_S = 2.0
 """A third of a registration's lifetime."""
 
 GATHER_S, GATHER_RENEW_S = 10.0, 0.25
-"""Until all nodes are there, but at most for `GATHER_S`, a master renews more often, to learn of
-new nodes soon: if a new node becomes the owner of a chunk that this node has just fetched, the
-chunk crosses the network twice."""
+"""Until all nodes are there, but at most for `GATHER_S`, a master renews every `GATHER_RENEW_S`, to
+learn of new nodes soon: if a new node becomes the owner of a chunk that this node has just fetched,
+the chunk crosses the network twice."""
 
 LOAD_S = 3.0
 """How long a request waits for a fetch; a client gives up its master after 5 s. For several parts,
-it waits as much longer as the reader (`wire.working_s`)."""
+both wait longer (`wire.working_s`)."""
 
 _LIVE_LEVELS = 8  # the live parts of chunks are rounded to eighths, to fetch in order
 
@@ -339,8 +339,7 @@ class Master:
         self._acceptor.adopt_local(accepted)
 
     async def pin(self, pinner: int, chunk: int, *, load: bool) -> int | None:
-        """Pin a chunk for the client process `pinner`. Returns a descriptor of it, which the cache
-        closes, or None. `load`: fetch the chunk if it is not in memory."""
+        """As `NodeCache.pin`. `load`: fetch the chunk if it is not in memory."""
         if load and self.cache.find(chunk) is None:
             with trio.move_on_after(LOAD_S):
                 try:
@@ -367,7 +366,7 @@ class Master:
         return self.cache.table
 
     def take_plan(self, rank: int, body: bytes) -> int:
-        if rank == self.rank or rank not in self._peers:  # nothing would end its readers' plans
+        if rank == self.rank or rank not in self._peers:  # its plans would stay when it leaves
             self._renew_now.set()
             return UNKNOWN
         return self.plan.take(rank, body)
@@ -423,9 +422,9 @@ class Master:
     async def _collect(
         self, parts: Parts, mine: Sequence[bool], *, load: bool, failed: set[int] | None = None
     ) -> dict[int, memoryview]:
-        """The contents of parts, by their rows: of chunks that this node has, and with `load` also
-        of those that it owns (`mine` has a flag for each row) and that come in time (`LOAD_S`).
-        Adds chunks that could not be fetched to `failed`."""
+        """The contents of parts, by row: parts of chunks that this node has, and with `load` of
+        chunks that it owns (`mine`, a flag for each row) if they come within `LOAD_S`. Adds chunks
+        that could not be fetched to `failed`."""
         rows: dict[int, list[int]] = {}
         spans: dict[int, list[tuple[int, int]]] = {}
         for row, (chunk, start, size) in enumerate(parts.tolist()):
@@ -497,8 +496,8 @@ class Master:
     async def flush_to_disk(self) -> None:
         """After `run`: write this node's chunks from memory to its disk. May be cancelled anywhere.
 
-        First come the chunks that it owns if all nodes are present, as the next master will find:
-        while nodes leave one by one, the remaining ones own more and more."""
+        Now, as nodes leave one by one, the others own more and more; so the chunks that this node
+        owns when all are present, as in the next job, come first."""
         owners = self._owners
         owner = await trio.to_thread.run_sync(
             owners.compute, range(self._world), self._world, abandon_on_cancel=True

@@ -31,7 +31,8 @@ Statuses = npt.NDArray[np.uint8]
 _BUFFER_BYTES = 16 << 10  # small answers take one system call; this part of large ones is copied
 
 _BULK_BYTES, _BULK_IN_FLIGHT_BYTES = 1 << 20, 8 << 20
-"""Limits of large requests (`PEERS.md`, section 3): small answers would wait behind more."""
+"""A request for more than `_BULK_BYTES` is large. Small answers wait behind those of large ones, of
+which at most `_BULK_IN_FLIGHT_BYTES` are in flight (`PEERS.md`, section 3)."""
 
 _IDS = 1 << 32
 
@@ -69,7 +70,7 @@ class Peer:
         self._channel: Channel | None = None
         self._is_over = self._is_paused = False
         self._connect_wanted = trio.Event()
-        self._connect_ticket = 0  # of the request that wants a connection
+        self._connect_ticket = 0  # the breaker's, of the request that wants a connection
         self._connect_attempted = trio.Event()
         self._unsent = trio.Event()
         self._timer = trio.CancelScope()
@@ -103,9 +104,9 @@ class Peer:
         return statuses
 
     async def send_plan(self, body: bytes) -> int | None:
-        """Send a message about plans. Returns the answer's status; None if the peer is not asked
-        now or is late. Being late is no failure of the peer: it may have other work, and reads do
-        not wait for this message."""
+        """Send a message about plans. Returns the answer's status; None if no request may be sent
+        now, or the answer is late. Being late is no failure of the peer: it may have other work,
+        and reads do not wait for this message."""
         pending = _PendingRequest(wire.PLAN, None, memoryview(b""), 0)
         pending.body, pending.count, pending.is_working = body, 1, True
         await self._request_pending(pending, 0)
@@ -228,7 +229,7 @@ class Peer:
     async def _request(
         self, kind: int, flags: int, parts: Parts | None, room: memoryview, size: int
     ) -> Statuses:
-        """A PING has no statuses, or if it failed one that is not `GIVEN`."""
+        """Returns no statuses for a PING that was answered, one (not `GIVEN`) for a failed one."""
         return await self._request_pending(_PendingRequest(kind, parts, room[:size], size), flags)
 
     async def _request_pending(self, pending: _PendingRequest, flags: int) -> Statuses:
@@ -278,7 +279,7 @@ class Peer:
                 return
             pending.sent_s = trio.current_time()
         request_id = self._last_id = (self._last_id + 1) % _IDS
-        if request_id in self._pending:  # the old one waits since 4 billion others were sent
+        if request_id in self._pending:  # the old one still waits, after 4 billion others
             return
         pending.is_sent = True
         self._pending[request_id] = pending

@@ -18,7 +18,7 @@ from ...net.messages import Fields, Message
 from ...urls import HostPort
 
 TTL_S = 6.0
-"""The lifetime after the last renewal: two renewals may be lost."""
+"""A registration's lifetime after the last renewal: two renewals may be lost."""
 
 RANK_MAX = 0xFFFD
 """Ranks are sent in two bytes."""

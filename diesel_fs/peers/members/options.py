@@ -207,7 +207,7 @@ class TaskOptions(DaemonRequest):
 
     @property
     def eviction_rule(self) -> EvictionRule:
-        """By what this node evicts in its cache folder."""
+        """Which datasets this node evicts from its cache folder."""
         return EvictionRule(self.cool_down_s, self.evict == "lrfu", self.lrfu_p, self.lrfu_step)
 
     def or_single_node(
@@ -314,8 +314,8 @@ def option_specs() -> dict[str, OptionSpec]:
 
 
 def _checked_value(option: "Field[object]", value: object) -> object:
-    """Raises UsageError that names the argument, but does not quote its text, which may be a
-    secret."""
+    """Raises UsageError that names the argument, but never quotes one of the kind text, which may
+    be secret."""
     word, spec = option.name, option.metadata["option"]
     match spec.kind:
         case "text":

@@ -2,7 +2,7 @@
 an owner without a request. `PEERS.md`, section 4, has the layout.
 
 Only the master writes. During a change, a reader sees each owner as it was before or after. Both
-are right, as a node that is asked for a chunk that it owns no more answers so.
+are safe: a node that is asked for a chunk that it no longer owns says so.
 """
 
 import fcntl

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 CAPACITY, FLOOR, ENOUGH = 1.08, 0.93, 0.95
-"""Bytes of a node, in equal shares: the most that it may have, the least that it should have, and
-the least that stays when another node takes chunks. Values nearer to 1 move more chunks when a node
-leaves: of 1,000 nodes with 350 chunks each, 1.2 shares move with these values, 1.6 with 1.05 and
-0.95, and 3 if shares are to differ by 1 %."""
+"""Bytes of a node, in units of an equal share: the most that it may have, the least that it should
+have, and the least that stays when another node takes chunks. Values nearer to 1 move more chunks
+when a node leaves: of 1,000 nodes with 350 chunks each, 1.2 shares move with these values, 1.6 with
+1.05 and 0.95, and 3 if shares are to differ by 1 %."""
 
 _STORED_PREFERENCES = 8  # nodes that each chunk prefers; few chunks ever need more
 _BLOCK_SCORES = 1 << 21  # computed at once: limits the memory
@@ -105,7 +105,7 @@ class Ownership:
         return rows[(total - before > capacity) & (total - before > sizes)]  # the first always fits
 
     def _place_rest(self, rows: Rows, owner: Nodes, living: npt.NDArray[np.bool_]) -> None:
-        """Give chunks that all nodes have rejected (sizes need not add up) to the node with the
+        """Give each chunk that all nodes have rejected (it fits in none) to the node with the
         fewest bytes."""
         held = np.bincount(owner[owner >= 0], self._sizes[owner >= 0], len(living))
         held[~living] = np.inf

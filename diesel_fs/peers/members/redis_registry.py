@@ -1,8 +1,8 @@
 """The member store in Redis, beside the metadata: registrations of the masters of tasks.
 
 A task has two keys in one slot (`storage/metadata/redis/keys.py`). Two atomic Lua scripts decide
-all by Redis's clock alone. If Redis loses its data, the next renewals restore it. Malformed values
-count as absent. Any thread, process and forked child.
+everything by Redis's clock alone. If Redis loses its data, the next renewals restore it. Malformed
+values count as absent. Any thread, process and forked child.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from .membership import (
 )
 
 DEADLINE_S = 2.0
-"""After a longer renewal, the registration would expire before the next."""
+"""If a renewal took longer, the registration could expire before the next one."""
 
 _PREFIX_BYTES = 24  # of a stored registration: instance (16), since (8); then the packed member
 
@@ -70,11 +70,11 @@ local function live_value(rank)
 end
 """
 
-# KEYS: the task's hash of masters, and their ends by rank.
+# KEYS: the task's hash of masters, and the sorted set of their expiry times by rank.
 # ARGV: rank, instance, since (0: first registration), packed member, secret to set if there is none
 # (or ''), lifetime in us, state that the master knows, greatest number of masters.
-# Reply: since, state, secret, packed former master of this rank, whether the own registration was
-# gone; and if the state has changed, all ranks and values.
+# Reply: since, state, secret, packed former master of this rank, whether the caller's registration
+# was gone; and if the state has changed, all ranks and values.
 JOIN = script(
     _TASK
     + """

@@ -15,8 +15,8 @@ from ...orders.future import NEVER, FutureUses, Units
 
 READ_FRACTION_MIN = 0.75
 """A chunk replaces another only if this part of its live bytes will be read before the other is
-needed again. Otherwise a full shuffle would read much more from the store than readers want; the
-time saved would not show that if the store is slow to answer."""
+needed again. Otherwise a full shuffle would read much more from the store than readers want: if the
+store is slow to answer, a comparison of times alone allows that."""
 
 Cost = Callable[[int], float]
 """Seconds for one read of `n` bytes."""

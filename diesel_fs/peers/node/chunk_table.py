@@ -26,7 +26,7 @@ LOAN_S = 60.0
 """The longest loan: a removed chunk's file takes room on the disk while it is open."""
 
 LOANS_MAX = 256
-"""For one more, the first one is taken back."""
+"""For one more, the oldest is taken back."""
 
 FROM_FILES_BYTES_MAX = 8 << 20
 """The longest answer from files: its bytes take memory, and other connections wait meanwhile."""

@@ -54,7 +54,7 @@ NOTE_USE_S = 60.0
 its chunks count as unused only from the job's end on (`cache/disk`)."""
 
 OTHER_WRITER_WAIT_S = 0.2
-"""For another writer of a chunk: a process, or an abandoned thread."""
+"""The wait for another writer of a chunk: a process, or an abandoned thread."""
 
 _THREADS = 8
 _READS_PER_THREAD = 8  # each of one chunk; a chunk's first read reads and checks all of it
@@ -354,7 +354,7 @@ class Disk:
 
     async def _scan(self, *, makes_room: bool) -> None:
         """Record which chunks are on the disk. With `makes_room`, first evict chunks of other
-        datasets until the absent chunks fit, but at most for the queue's size."""
+        datasets until the absent chunks fit, or as many of them as the queue can hold."""
         self._next_scan_s = math.inf
         ledger = self._ledger
         identity, ids, sizes = ledger.identity, ledger.ids, ledger.sizes

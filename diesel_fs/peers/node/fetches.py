@@ -1,4 +1,4 @@
-"""Brings chunks to a node: from another node or the store, from its disk, and ahead of readers.
+"""Brings chunks to a node, from another node, the store or its disk, on demand or ahead of readers.
 
 A chunk is kept only after it has been checked whole, in memory that is sealed by then. However many
 callers wait for a chunk, it is fetched once.
@@ -41,7 +41,7 @@ FETCHES = 8
 long."""
 
 FILL_FETCHES = 2
-"""They start only while no caller waits for a fetch."""
+"""Fetches ahead of readers. They start only while no caller waits for a fetch."""
 
 FILL_RETRY_S, FILL_RETRY_MAX_S = 1.0, 60.0
 """The pause before fetching ahead again after a failure; doubles up to the maximum."""
@@ -113,8 +113,9 @@ class Fetches:
                 self._nursery = None
 
     def begin(self, chunk: int, wanted_bytes: int, *, load: bool, is_new: bool) -> Flight | None:
-        """Start to fetch a chunk that a caller wants, or to load it from the disk. None: it is not
-        worth it, or may not be fetched (no `load`). `is_new`: this miss was not counted yet."""
+        """Start to fetch a chunk that a caller wants, or to load it from the disk. Returns None if
+        that is not worth it, or not allowed (no `load`). `is_new`: this miss was not counted
+        yet."""
         from_disk = self._ledger.is_readable(chunk)
         if self._nursery is None or not (from_disk or load):
             return None
@@ -310,7 +311,7 @@ class Fetches:
 
 
 def _seal_checked(draft: WritableMemory, key: ChunkKey) -> SealedMemory:
-    """Seals before checking, so that the chunk cannot change between."""
+    """Seals before checking, so that the chunk cannot change in between."""
     sealed = draft.seal()
     try:
         verify_chunk(key, sealed.view)

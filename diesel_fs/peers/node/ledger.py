@@ -31,8 +31,7 @@ BUDGET_RETRY_S = 60.0
 """For this time the budget stays small after the machine has refused memory."""
 
 WRITE_BACK_BYTES_MAX = 64 << 20
-"""Bytes that may wait to be written; on a node with little memory an eighth of that, but always one
-chunk."""
+"""Bytes that may wait to be written; at most an eighth of the memory, but always one chunk."""
 
 Mask = npt.NDArray[np.bool_]
 """A flag for each chunk."""
@@ -60,7 +59,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """Each eviction policy also is the table of the chunks in its place."""
+    """The eviction policy of each place, which also is the table of the chunks there."""
 
     memory: EvictionPolicy
     disk: EvictionPolicy
@@ -261,9 +260,9 @@ class Ledger:
         self._reserved_bytes -= size
 
     def shrink_budget(self) -> int:
-        """The machine has no memory, descriptor, mapping or thread for another chunk. First the
-        budget becomes the bytes that are here, which are returned; the second time 0, so that no
-        chunk is dropped for one that cannot come."""
+        """The machine has no memory, descriptor, mapping or thread for another chunk. Returns the
+        bytes of the chunks that are here. They become the budget; the second time it becomes 0, so
+        that no chunk is dropped for one that cannot come."""
         here_bytes = self.tables.memory.bytes + self._pinned_dropped_bytes
         is_first = self._budget_bytes == self.room.memory_bytes
         self._budget_bytes = min(here_bytes, self.room.memory_bytes - 1) if is_first else 0

@@ -21,7 +21,7 @@ PREFETCH_DIVISOR = 8
 """Chunks that were fetched ahead and not read yet take at most the memory divided by this."""
 
 RATE_PERIOD_S = 2.0
-"""Readers report their positions once a second."""
+"""The rate is measured over this time or more: positions come once a second."""
 
 _CHUNKS_MAX = 32  # considered at each exchange; a decision takes 50 us
 _RATE_WEIGHT = 0.5

@@ -61,8 +61,8 @@ class Replacement:
         )
         self.future: ChunkFuture | None = None
         self._bypassed: set[tuple[int, bool]] = set()
-        """Chunks, each with whether it is on the disk, that replace none by the coming reads. The
-        decision takes 100 us and is the same for each miss, until a reader or a chunk moves."""
+        """Chunks (each with whether it is on the disk) that replace no other, as the coming reads
+        decide. That takes 100 us and is the same for each miss, until a reader or a chunk moves."""
         self._hits: list[int] = []
         self._hit_bytes = 0
 
@@ -164,7 +164,7 @@ class Replacement:
     def may_lend(self, chunk: int) -> bool:
         """Whether a reader that keeps the content itself may read a whole chunk from its file. Such
         a read costs as much as loading the chunk, so the second one brings it to memory (ski
-        rental). A plan knows better."""
+        rental). If the coming reads are known, they decide instead."""
         return self.future is None and not self.disk_admission.is_paid(chunk)
 
     def place(
@@ -225,8 +225,8 @@ class Replacement:
     def _place_by_plan(
         self, chunk: int, *, from_disk: bool, is_ahead: bool = False
     ) -> tuple[bool, Placement | None]:
-        """Whether the coming reads decide about an absent chunk of this node (else admission does),
-        and its place if it then replaces others."""
+        """Whether the coming reads decide about an absent chunk of this node (if not, admission
+        does), and its place if they let it replace others."""
         future, ledger = self.future, self._ledger
         if future is None or not ledger.owned[chunk]:
             return False, None

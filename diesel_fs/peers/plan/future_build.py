@@ -75,7 +75,7 @@ class ChunksOfEntries:
 
 
 class FutureBuild:
-    """Afterwards `chunks` and `computed` can be passed to the next computation, and `bad` has the
+    """After `future`, `chunks` and `computed` can be passed to the next build, and `bad` has the
     streams that were left out."""
 
     def __init__(

@@ -97,7 +97,7 @@ class HeldChunks:
 @dataclass(frozen=True, slots=True)
 class ChunkValues:
     """For each chunk from `first` on, how many of its entries an epoch is likely to read, without
-    those in a known order; at most all entries of the dataset."""
+    those that mounts keep; at most all entries of the dataset."""
 
     first: int
     values: Values = field(compare=False)

@@ -60,7 +60,7 @@ class PlanPublisher:
     def __init__(self, entry_count: int) -> None:
         """`entry_count` is that of the dataset's version."""
         self._entry_count = entry_count
-        self._orders: set[bytes] = set()  # these and the streams are those that the receiver has
+        self._orders: set[bytes] = set()  # the receiver has these orders and streams
         self._streams: dict[str, tuple[PlannedEpoch, ...]] = {}
         self._positions: dict[str, tuple[int, int]] = {}
         self._rejected: dict[str, tuple[tuple[PlannedEpoch, ...], int]] = {}  # and in which round

@@ -113,8 +113,8 @@ class PlanSender:
         return publisher.last_status not in (None, UNKNOWN)
 
     def _planned(self, name: str, progress: StreamProgress) -> PlannedStream | None:
-        """A stream that was read to its end stays with its last epochs, as its next epoch may be
-        foreseen. Returns None if nothing is known of it."""
+        """A stream that was read to its end stays with its last epochs, as the master may compute
+        its next epoch. Returns None if nothing is known of it."""
         if progress.epochs:
             epochs = tuple(map(self._planned_epoch, progress.epochs))
             at_epoch, position = progress.at_epoch, progress.position

@@ -406,7 +406,7 @@ class TaskPlan:
             if known is None or known.epochs != each.epochs:
                 continue  # the stream's position waits for the next future
             at = known.position - each.start
-            if at < 0:  # back behind the start of the future
+            if at < 0:  # before the start of the future
                 self._is_dirty = True
                 self._wake.set()
             if at > 0 and each.ends is not None:

@@ -1,7 +1,7 @@
 """Reads whole chunks from the files of the node's disk cache that the master hands out.
 
-The page cache does not take the chunks up: a mount's contents are in the kernel's pages anyway. All
-bytes are checked here, as the master has not read them. Any thread.
+Reads past the page cache, as a mount's contents are in the kernel's pages anyway. All bytes are
+checked here, as the master has not read them. Any thread.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class ChunkFiles:
         """Takes over the descriptor `file`. Returns None if the disk is late or fails. Raises
         FormatError for a file that is not the chunk of this size.
 
-        A thread reads, which is abandoned if the disk hangs.
+        A thread reads; it is abandoned if the disk hangs.
         """
         answer: queue.SimpleQueue[memoryview | Exception] = queue.SimpleQueue()
 
@@ -109,6 +109,6 @@ class ChunkFiles:
     def _room(self, size: int) -> _Room:
         with contextlib.suppress(IndexError):
             while len(memory := self._unused.popleft()) < size:
-                pass  # too small for the chunks of now
+                pass  # too small for this chunk
             return _Room(memory, self._unused)
         return _Room(aligned_memory(size), self._unused)

@@ -88,7 +88,7 @@ class MappedChunks:
     ) -> None:
         self.sources: Sources = np.full(chunks, NOBODY, np.int32)
         """For each chunk `MAPPED` while the table keeps it, else its owner's rank. Another thread
-        may change it at any time: see `find_many`."""
+        may change it at any time: then `find_many` gives None for `MAPPED`."""
 
         self.source_of = self.sources.data
         """Serves single look-ups in `sources`."""

@@ -34,8 +34,8 @@ CONNECT_WAIT_S = 2.5
 """How long a reader waits for a connection. The attempt goes on after that."""
 
 UNANSWERED_BYTES_MAX = 64 << 10
-"""These requests fit in the sockets' buffers, so sending never waits for a master that waits for
-this reader."""
+"""The most bytes of unanswered requests. They fit in the sockets' buffers, so sending never waits
+for a master that waits for this reader."""
 
 _TICK_S = 0.05  # how often a waiting thread checks its deadline
 _SEND_LIMIT_S = 1.0
@@ -154,7 +154,7 @@ class OwnerLink:
 
     def _make_locks(self) -> None:
         self._lock = threading.RLock()  # reentrant: a signal handler may read
-        self._sending = threading.Lock()  # taken before `_lock` where both are
+        self._sending = threading.Lock()  # taken before `_lock` if both are needed
         self._connection: _OwnerConnection | None = None
         self._attempt: threading.Event | None = None  # set when the attempt has ended
         self._wait_until_s = 0.0
@@ -164,7 +164,7 @@ class OwnerLink:
     def begin(self, parts: _SomeParts, size: int) -> PendingRead | None:
         """Send a READ of parts, or of one part (chunk, start, bytes): `size` bytes in all, no part
         empty, within the limits of one request. Returns the request, for `finish`; None if the
-        master is not to be asked now."""
+        master cannot be asked now."""
         ticket = self._breaker.ticket
         connection = self._connection
         if connection is None or connection.is_lost or not self._breaker.is_clean:
@@ -260,7 +260,7 @@ class OwnerLink:
         return None if answer is None or answer[1] else answer[0]
 
     def _make_room(self, connection: _OwnerConnection, parts: _SomeParts) -> bool:
-        """Returns False if the earlier requests are not answered in time."""
+        """Wait for answers until a READ of `parts` may be sent. Returns False if they are late."""
         count = 1 if isinstance(parts, tuple) else len(parts)
         most = max(UNANSWERED_BYTES_MAX - HEAD_BYTES - count * PART_BYTES, 0)
         while connection.pending and (

@@ -81,7 +81,8 @@ COUNTS = (
 from files of this node's disk cache, late answers, pinned chunks, damaged parts."""
 
 _STORE_PART_MIN, _READS_AVERAGED = 1 / 16, 8
-"""The store counts (`TaskChunks.is_slow`) if it gives this part of the parts of the last reads."""
+"""`TaskChunks.is_slow` considers the store only if it gave more than this part of the last reads'
+parts (a moving average)."""
 
 _Remembered = tuple[wire.Parts, npt.NDArray[np.int32]] | tuple[int, int, int, int]
 """A request's parts, and the rank that was asked for each; or the chunk, start and bytes of one
@@ -284,10 +285,10 @@ class TaskChunks:
         return content, False
 
     def _try_own(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool] | None:
-        """As `try_part`, of an unmapped chunk of this node."""
+        """As `try_part`, for an unmapped chunk that this node owns."""
         if self._read_cost_s.item(chunk) >= PIN_COST_S or size >= EAGER_BYTES:
             view = self.pin(chunk, fetch=False)
-            self._read_cost_s[chunk] = 0.0  # even if it was not here: not at each read
+            self._read_cost_s[chunk] = 0.0  # even if it was absent: do not ask at each read
             if view is not None:
                 self.counts["mapped_reads"] += 1
                 return view[start : start + size], True
@@ -384,7 +385,7 @@ class TaskChunks:
         }
 
     def close(self) -> None:
-        """Views stay valid; each chunk is unpinned with its last view. May be called again."""
+        """As `TaskStore.close`."""
         self._mapped.release_all()
         if self._mapped.has_unmapped and self._master.is_connected:
             self._master.return_unmapped()
@@ -487,7 +488,7 @@ class TaskChunks:
         if is_due.any():
             for chunk in np.unique(chunks[is_due])[:PINS_PER_READ_MAX].tolist():
                 has_pinned |= self.pin(chunk, fetch=False) is not None
-                self._read_cost_s[chunk] = 0.0  # even if it was not here: not at each read
+                self._read_cost_s[chunk] = 0.0  # even if it was absent: do not ask at each read
         return has_pinned
 
     def _add_cost(self, parts: wire.Parts) -> None:
