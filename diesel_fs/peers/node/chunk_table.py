@@ -102,8 +102,9 @@ class ChunkTable:
         for loan in used.values():
             loan.requests_left -= 1
         self._file_reads.extend((chunk, length) for chunk, _, length in parts if chunk in used)
-        if in_memory := [chunk for chunk, _, _ in parts if chunk not in used]:
-            self.record_read(in_memory, size)
+        in_memory = [(chunk, length) for chunk, _, length in parts if chunk not in used]
+        if in_memory:
+            self.record_read([chunk for chunk, _ in in_memory], sum(each for _, each in in_memory))
         return found, size
 
     def lend(self, chunk: int, file: CacheHandle) -> None:
