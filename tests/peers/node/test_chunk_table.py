@@ -15,7 +15,7 @@ class InPageCache:
 
 
 def test_bytes_from_memory_and_from_files_count_once() -> None:
-    table = ChunkTable([100, 100, 100])
+    table = ChunkTable(np.full(3, 100, np.uint64))
     table.records_reads = True
     table.views[0] = table.views[1] = np.zeros(100, np.uint8).data
     table.lend(2, InPageCache())  # type: ignore[arg-type]  # a handle
