@@ -58,8 +58,7 @@ from .plans.socket_folder import remove_dead_sockets
 logger = logging.getLogger("diesel.mount")
 
 START_DEADLINE_S = 60.0
-"""How long each step of a mount's start may take. The native session may have to build an image of
-millions of entries."""
+"""How long each step of a mount's start may take: one may build an image of millions of entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class Patience:
 
     idle_s: float = 5.0
     """How long the daemon may live without using processor time. It ends within milliseconds,
-    unless the kernel knows millions of files: the kernel forgets them first, 200,000 a second."""
+    unless the kernel first has to forget millions of files, 200,000 a second."""
     total_s: float = 600.0
     """How long the daemon may live at most."""
     log_interval_s: float = 5.0
@@ -80,9 +79,8 @@ class Patience:
 PATIENCE = Patience()
 
 OWN_PROCESSES_BUSY_S = 10.0
-"""How long the mount's own prefetch worker may keep the mount busy. If an ordinary user has
-mounted, the worker has folders of the mount open for milliseconds, unless the machine is
-overloaded."""
+"""How long the mount's own prefetch worker may keep the mount busy. In the mount of an ordinary
+user, the worker opens folders for milliseconds, or longer if the machine is overloaded."""
 
 DAEMON = (sys.executable, "-m", "diesel_fs.mounts.daemon.supervisor")
 FOREGROUND = "--foreground"
@@ -145,7 +143,7 @@ def _start(request: MountRequest, program: Sequence[str], deadline_s: float) -> 
 
 
 def mount_in_foreground(request: MountRequest, *, program: Sequence[str] = DAEMON) -> NoReturn:
-    """Turns this process into the daemon of a mount, with which it ends. Raises DieselError."""
+    """Turns this process into the daemon of a mount. It ends with the mount. Raises DieselError."""
     request = _checked(request)
     text = request.to_json()
     if request.log_file:
@@ -230,8 +228,8 @@ def filelist(directory: str | os.PathLike[str], epoch: int | None = None) -> lis
     """The paths of a mount's files in the order of an epoch: of `epoch`, or of the current one
     (`.diesel/filelist`), with the mount's seed and group size.
 
-    By reading the list, the caller announces that it will read the files in this order. Raises
-    DieselError; UsageError for a bad epoch.
+    The call announces to the mount that the files will be read in this order. Raises DieselError;
+    UsageError for a bad epoch.
     """
     found = our_mount(local_path("directory", directory))
     if epoch is not None:
@@ -334,8 +332,8 @@ def _retired_trees(found: DatasetMount) -> dict[int, str]:
 
 
 def _check_retired_trees(found: DatasetMount, own: Sequence[int]) -> None:
-    """Waits until no file of an earlier version is in use, at most `OWN_PROCESSES_BUSY_S`, as the
-    daemon's figures may be a second old; then raises BusyError. Does nothing if a tree of an
+    """Raises BusyError if a file of an earlier version is still in use after
+    `OWN_PROCESSES_BUSY_S`: the daemon's figures may be a second old. Does nothing if a tree of an
     earlier version is mounted elsewhere."""
     deadline_s = time.monotonic() + OWN_PROCESSES_BUSY_S
     while trees := _retired_trees(found):

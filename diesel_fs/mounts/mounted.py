@@ -19,8 +19,8 @@ from .options import MountRequest
 
 
 class Mounted:
-    """A mount that this process has made. The end of a `with` unmounts it; after an error, also if
-    files of the mount are still open."""
+    """A mount that this process has made. The end of a `with` unmounts it; after an error, it does
+    so even if files of the mount are still open."""
 
     def __init__(self, path: Path, metrics: str = "") -> None:
         self.path = path
@@ -59,8 +59,8 @@ def mount(
     A name like `"pets@1790000000000000"` mounts that kept version; so does a dataset that was
     opened at a kept version. Files that an open dataset has not flushed are not shown. `metrics`,
     as `"127.0.0.1:9401"`, is the address at which Prometheus gets the mount's metrics; port 0 is
-    any free one. `task` are the options of a task's shared cache, as of `connect`; by default those
-    of an open dataset. Raises DieselError with the reason.
+    any free one. `task` has the options of a task's shared cache, as for `connect`; the default is
+    those of the open dataset. Raises DieselError with the reason.
     """
     if isinstance(dataset, Dataset):
         name, version = dataset.name, dataset.version if dataset.is_kept else 0

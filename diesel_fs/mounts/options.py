@@ -56,14 +56,13 @@ class MountRequest(DaemonRequest):
     made_folders: tuple[str, ...] = ()  # created for the mount point; removed at its end
 
     def with_credentials(self, credentials: Credentials | None) -> "MountRequest":
-        """Adds a user and key for a DIESEL-FS server; None changes nothing."""
         if credentials is None:
             return self
         return replace(self, user=credentials.user, key=credentials.key_text)
 
     @property
     def credentials(self) -> Credentials | None:
-        """None if no user is named. Raises ConfigError for a bad key."""
+        """Raises ConfigError for a bad key."""
         return Credentials(self.user, parse_key(self.key)) if self.user else None
 
     def check(self) -> None:
@@ -111,7 +110,7 @@ class MountRequest(DaemonRequest):
 
     @property
     def forbidden_folders(self) -> Sequence[Path]:
-        """The store and the cache: the mount must neither lie in them nor hide them."""
+        """The store and the cache, for `prepare_mountpoint`."""
         store = [parse_url(self.url).path] if self.url.startswith("file:") else []
         return store + [Path(self.task_options.cache_dir)] * bool(self.task_options.cache_dir)
 

@@ -1,8 +1,8 @@
-"""Opens the contents of a mount. No other module of `mounts` knows repositories.
+"""Opens snapshots and contents for a mount. No other module of `mounts` opens repositories.
 
 In a task, contents come from the task's cache (`peers/`). A mount pushes if it has a prefetch
 worker (`daemon/prefetch_worker.py`). "The server" is the mount's own server process
-(`daemon/server.py`), never a DIESEL-FS server. It and the worker have a `MountSource` each.
+(`daemon/server.py`), never a DIESEL-FS server. Server and worker have a `MountSource` each.
 """
 
 import logging
@@ -67,7 +67,7 @@ little, they take more, since an SSD is slow in smaller pieces."""
 MASTER_SHARE = 3, 4
 """The task's master on this machine gets three quarters of the memory left by the server. No
 machine fetches a chunk again that a master has, and pages that the kernel has dropped come back
-from the master; the kernel's part must only hold the files that are read next."""
+from the master. So the page cache needs room only for the files that are read next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,8 +348,8 @@ def _open_repository(request: MountRequest) -> Repository:
 
 
 def _staleness_warning(repository: Repository, request: MountRequest, snapshot: Snapshot) -> str:
-    """The warning for a snapshot file that is not of the current version; "" if it is. A newer one
-    means that the metadata store has lost something, which does not prevent reading. Raises
+    """The warning for a snapshot file that is not of the current version; "" if it is. If the file
+    is newer, the metadata store has lost something, which does not prevent reading. Raises
     ForeignError for a snapshot of another dataset, ConflictError for an older one with `--stale
     refuse`, and MetadataError if the current version is unknown, unless `offline`."""
     info = _dataset_info(repository, request)

@@ -8,7 +8,7 @@ The way depends on the mount:
   `--cache-dir`): all files are announced, and the plan's reader reports positions half of the
   memory behind the pushes. So every chunk passes through that cache. A cache on a disk keeps only
   as much as it can write in time, so the pass is repeated as long as the cache gains chunks.
-- The mount pushes nothing, since its prefetch worker has ended: the files are read.
+- The mount pushes nothing, since its prefetch worker has ended: this module reads the files.
 
 Files are loaded in the order of their chunks, so that each chunk is fetched once. One thread calls;
 reading has threads of its own.
@@ -46,8 +46,8 @@ from .prefetch.streams.units import PAGE_BYTES
 from .source import MemorySplit
 
 Show = Callable[[int, int, int], None]
-"""Shows progress: the number of files that had their turn, the number of all files, and the content
-bytes of the former."""
+"""Shows progress: the number of files that had their turn, the number of all files, and the bytes
+of the former."""
 
 POLL_S_MIN, POLL_S_MAX = 0.02, 0.25
 """How often the mount's progress is queried: often at first, since small folders are quick."""
@@ -57,8 +57,7 @@ WINDOW_ENTRIES = 1 << 18
 pushes at most twice as far ahead, since it watches one file in 256 of those ahead."""
 
 NO_ROOM_S = 2.0
-"""If a mount has waited for room this long, it will get none: plans of other programs hold the
-rest."""
+"""If a mount has waited for room for this time, it gets none: plans of other programs hold it."""
 
 FAILING_S = 30.0
 """How long to wait while the mount cannot read its store and loads nothing: as long as a read
@@ -69,8 +68,8 @@ WORKER_STATS_LAG_S, TASK_STATS_LAG_S, FILE_AGE_S = 0.6, 1.3, 1.2
 (fetched once a second), and in the file `.diesel/stats` (made once a second)."""
 
 SAMPLE_ENTRIES = 1024
-"""Files in a sample. If the kernel has freed one in 200 pushed files, it shows that with a
-probability of 99 %."""
+"""Files in a sample. If the kernel has freed one in 200 pushed files, the sample contains such a
+file with a probability of 99 %."""
 
 READERS = 8
 """Files that are read at once if the mount pushes nothing."""
@@ -80,7 +79,7 @@ READ_BYTES = 1 << 20
 ENDLESS_BYTES = 1 << 62
 
 PASSES_MAX = 16
-"""The most passes over the files. A further one follows if a cache on a disk has not kept all."""
+"""The most passes over the files."""
 
 VERSIONS_TRIED = 3
 """A mount that follows its dataset may switch to another version just before it gets the plan."""
@@ -107,8 +106,8 @@ class WarmupReport:
     total: Amount
     in_memory: Amount
     in_cache: Amount
-    """Files that are only in the cache of chunks. If it had no room for all, this is estimated from
-    the part of the reads that it served."""
+    """Files that are only in the cache of chunks. If it had no room for all, their number is
+    estimated from the part of the reads that it served."""
     failed: tuple[tuple[bytes, str], ...]
     """The paths and reasons."""
     failed_amount: Amount
@@ -133,8 +132,7 @@ class Warmup:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "Warmup":
         """Finds the mount of a path (a mount point, or something below one), and reads its
-        snapshot. Raises UsageError if no mount contains it, NotFoundError, PermissionDenied,
-        DeadlineError if the mount hangs, and DieselError if it is dead."""
+        snapshot. Raises the errors of `locate`."""
         mount, inside = locate(path)
         if not is_alive(mount.path):
             raise _ended(mount.path)
@@ -300,7 +298,7 @@ class Warmup:
         match self._stats.get("residency"):
             case {"known_bytes": int(known)}:
                 pass
-        # FUSE learns the names of whole folders
+        # In a FUSE mount, the kernel learns all names of a folder at once
         names = np.arange(1, len(self._files) + 1) if self._mount.is_native else len(self._files)
         names_bytes = np.maximum(names * KNOWN_ENTRY_BYTES, known)
         contents_budget = budget - np.minimum(names_bytes, budget // KNOWN_DIVISOR)
@@ -489,7 +487,7 @@ class _Pushing:
         self._control.progress(self._name, position)
 
     def _pass(self, position: int) -> None:
-        """Passed files that are not resident could not be pushed."""
+        """Moves the reader's position. Passed files that are not resident could not be pushed."""
         passed = self._order[self._position : max(position, self._position)]
         if len(passed):
             self._failed.append(passed[~self._control.resident(passed)])

@@ -29,7 +29,7 @@ GRACE_S = 1.5
 """How long reads under way may take after a signal: the process ends within 2 s."""
 
 NEXT_READ_S = 0.02
-"""In a native mount, the longest time between two READs of the same read."""
+"""In a native mount, the longest time between two READ requests of one read(2)."""
 
 UNMOUNT_SIGNAL = signal.SIGUSR1
 """The supervisor sends it once to unmount, and twice to end at once. A SIGTERM from another process
@@ -61,8 +61,8 @@ class MountEnd:
         scope: trio.CancelScope,
         release: Callable[[], None],
     ) -> None:
-        """Waits for a signal, and ends the mount: cancels `scope`, in which the session serves.
-        Before it unmounts, `release` ends everything that keeps the mount busy."""
+        """Waits for a signal, calls `release`, which ends everything that keeps the mount busy,
+        unmounts, and cancels `scope`, in which the session serves."""
         first = await anext(signals)
         if first == ORPHANED_SIGNAL:
             self._abort()
@@ -126,7 +126,8 @@ class MountEnd:
         scope.cancel()
 
     async def _drain(self) -> None:
-        """The kernel sends the READs of one read of a native mount one after the other."""
+        """In a native mount, the kernel sends the READ requests of one read(2) one after the
+        other."""
         await self._vfs.drain()
         answered = -1
         while isinstance(self._session, NativeSession) and self._vfs.requests["read"] != answered:

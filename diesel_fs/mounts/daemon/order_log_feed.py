@@ -2,8 +2,8 @@
 
 Order logs (`cache/order_logs/`) have the files of an order one behind the other on a disk. While an
 epoch is read, its files are copied to the log of the next one, most of them when the prefetch
-worker pushes them. READs bring the others without the worker (*late* files); when it is idle, it
-reads these again.
+worker pushes them. READs bring the others first (*late* files); the worker reads these again when
+it is idle.
 
 Used by the worker's one thread. The calls may wait for the store or the disk.
 """
@@ -36,7 +36,7 @@ from ..source import LOGS_DIVISOR, MemorySplit, MountSource
 log = logging.getLogger("diesel.mount")
 
 LATE_MAX, LATE_ENTRIES = 4096, 256
-"""How many lists of late files wait until the worker has time, and their greatest length."""
+"""The most lists of late files that wait until the worker is idle, and the length of each."""
 
 MEASURED_FILE_BYTES_MAX = 1 << 20
 """The disk is not measured for files of this mean size or more: no disk reads those faster from a

@@ -85,15 +85,15 @@ UNITS_AHEAD = 16
 """Pushes that are fetched ahead if the store is slow: 4 MiB each, as far as memory allows."""
 
 MISSES_MAX = 512
-"""Misses (READs that reached the mount) of one message that are used; of more, an even sample. Each
+"""If a message has more misses (READs that reached the mount), an even sample of them is used. Each
 is looked up in every stream, and a flood of misses must not delay planned pushes."""
 
 UNITS_SOON = 12
-"""The next units (files that are pushed at once) of each stream that are marked: the server holds
-READs of their files."""
+"""How many of each stream's next units (files of one push) are marked: the server holds READs of
+their files."""
 
 ANSWER_S = 0.2
-"""How often the worker looks for requests while a push waits for its contents."""
+"""The time between two looks for requests while a push waits for its contents."""
 
 REPORTS = frozenset(("missed", "forgotten"))
 """Messages that requests of the control socket may overtake."""
@@ -316,7 +316,7 @@ class PrefetchWorker:
             self._invalidations.append(invalidate_folders(self._device, _folders_of(message)))
             return
         node = message.get("node")
-        if do == "forget" and isinstance(node, int):  # of a list, whose next READ must be seen
+        if do == "forget" and isinstance(node, int):  # of a list: its next READ must reach us
             with suppress(FileNotFoundError):  # the kernel does not know the list
                 os.write(self._device, invalidate_node(node))
             answer: Message = {}
@@ -492,7 +492,7 @@ class PrefetchWorker:
                 with suppress(TimeoutError):
                     coming.exception(ANSWER_S)
                     break
-                self._push_status.count_progress()  # else READs would not be held any longer
+                self._push_status.count_progress()  # so that the server goes on holding READs
                 self._answer_requests()
             batch = coming.result()
             if batch is None:

@@ -82,7 +82,7 @@ CONNECTED = b"connected "
 """Begins the line with the device number of a connection that has no mount yet."""
 
 Report = Callable[[Mapping[str, object]], None]
-"""Reports an object of JSON (a step, a warning, an error) to the program that started the mount."""
+"""Reports a JSON object (a step, a warning, an error) to the program that started the mount."""
 
 
 def serve_mount(

@@ -46,7 +46,7 @@ class ServedMount:
     session: Session
     vfs: Vfs
     reader: ContentReader
-    """It reads contents of the first version."""
+    """The reader of the first version's contents."""
     image_file: int
     """A descriptor of the tree's image; -1 unless the mount is native."""
     watcher: VersionWatcher | None

@@ -5,7 +5,7 @@ It prevents readers from hanging when the server (`server.py`) or the prefetch w
 mount, so nothing that happens in the mount can stop it.
 
 It aborts the connection, so that readers get an error, if the server ends, if the server gives no
-heartbeat for `WATCHDOG_S`, or if one of the two was killed but cannot end because it waits for a
+heartbeat for `WATCHDOG_S`, or if server or worker was killed but cannot end because it waits for a
 page lock. If this user may not abort connections, the supervisor kills the server, and fails the
 requests that the worker waits for (`processes.free_killed`). If only the worker ends, the mount
 goes on without pushing. A worker that still holds a mount that was unmounted is killed; otherwise
@@ -13,7 +13,7 @@ the mount could not end.
 
 Signals: SIGTERM and SIGINT make the server unmount; a second signal ends it at once. They are
 passed on as SIGUSR1, because a terminal or a service manager sends them to the children as well.
-SIGHUP does the same in the foreground, and is ignored in the background. If the supervisor is
+In the foreground SIGHUP acts like SIGTERM; in the background it is ignored. If the supervisor is
 killed, the kernel kills the worker and signals the server, which then aborts the connection.
 
 Concurrency: one thread, one loop over poll(2), no locks. With `--metrics` another thread serves
@@ -70,8 +70,8 @@ CHECK_INTERVAL_S = 0.5
 """The longest time between two checks of the children."""
 
 STUCK_S = 0.45
-"""How long a killed process may take to end before the connection is aborted: it may wait for a
-READ under way. A little less than the time between two checks."""
+"""If a killed process has not ended after this time, the connection is aborted: the process may
+wait for a READ under way. A little less than the time between two checks."""
 
 WORKER_RELEASE_S = 0.5
 """How long the worker may hold a mount that was unmounted. It needs a millisecond, unless it waits
@@ -267,7 +267,7 @@ class _Supervisor:
                 self._leave("the program that started it has ended")
 
     def _end_report(self) -> None:
-        """The starter sees the report's end once the server has closed it, too."""
+        """The starter sees the end once both this process and the server have closed the report."""
         if not self._foreground:
             self._starting = False
             os.dup2(2, 1)

@@ -25,8 +25,8 @@ class TakenOverPages:
         page_cache: PageCache,
         planner: PrefetchPlanner,
     ) -> None:
-        """`old` is the page cache of the version before, which this object closes; `was` gives the
-        index there of each entry of the new version."""
+        """`old` is the page cache of the version before, which this object closes. `entries` are
+        those of the new version to take over; `was` gives each entry's index in `old`."""
         self._old = old
         self._page_cache = page_cache
         self._planner = planner

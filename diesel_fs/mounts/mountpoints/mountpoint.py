@@ -3,8 +3,8 @@
 A mount of a dataset is a FUSE mount, or it is *native*: a mount of EROFS, whose tree the kernel
 serves alone, and in it a FUSE mount on the folder `.diesel`, which delivers the contents.
 
-A `stat` does not tell whether a mount is alive: that of a dead mount succeeds. Functions may be
-called from any thread.
+A `stat` of a dead mount succeeds, so it does not show whether a mount is alive. Any thread may call
+the functions.
 """
 
 import errno
@@ -41,7 +41,7 @@ HIDDEN_FOLDER = ".diesel"
 _FUSE, _EROFS = f"fuse.{SUBTYPE}", "erofs"
 
 ANSWER_DEADLINE_S = 10.0
-"""How long a mount may take to answer statfs, or to deliver its statistics."""
+"""How long a mount may take to answer statfs or to deliver its statistics."""
 
 ANSWER_NOTICE_S = 2.0
 """After this time a warning tells the user that the mount has not answered yet."""
@@ -51,8 +51,8 @@ ANSWER_NOTICE_S = 2.0
 class DatasetMount:
     tree: MountEntry
     fuse: MountEntry | None
-    """The FUSE mount: `tree` itself, or in a native mount the mount on `.diesel`, possibly where
-    the same tree is mounted elsewhere. None if it was unmounted."""
+    """The FUSE mount: `tree` itself, or in a native mount the mount on `.diesel`, which may be at
+    another path where the same tree is mounted. None if it was unmounted."""
 
     @property
     def path(self) -> str:
@@ -133,8 +133,8 @@ def mounted_at(path: str) -> DatasetMount | None:
 
 
 def is_mounted(path: str, device: str) -> bool:
-    """Whether the topmost mount at a path is the dataset mount whose FUSE mount has this device
-    number. A native mount that has lost its FUSE mount, and so its number, counts."""
+    """Whether the topmost mount at a path is a mount of a dataset whose FUSE mount has this device
+    number, or a native mount that has lost its FUSE mount, and so its number."""
     found = mounted_at(path)
     return found is not None and found.device in (device, "")
 
@@ -170,7 +170,7 @@ class MountPresence:
 
 
 def real_path(directory: str | os.PathLike[str]) -> str:
-    """The path without symbolic links, as the kernel lists mounts. A mount there is not touched."""
+    """The path without symbolic links, as the kernel lists mounts. Does not touch a mount there."""
     folder, name = os.path.split(os.path.abspath(directory))
     path = os.path.join(os.path.realpath(folder), name)
     is_mount = topmost_at(path, mounts()) is not None

@@ -1,7 +1,7 @@
 """Finds the processes that serve a mount and those that keep it busy.
 
 Open files are found by the mount ID in their fdinfo, mapped files by their device. Only root sees
-the processes of other users. Any thread.
+the processes of other users. Any thread may call the functions.
 """
 
 import errno
@@ -24,7 +24,7 @@ _REQUEST_BYTES = 2 << 20
 """The kernel hands over a FUSE request only if the buffer could hold the longest possible one."""
 
 _FAILED_ALONE = (errno.E2BIG, errno.EIO, errno.ENOENT, errno.EINTR)
-"""After these errors of a read the next request can be read."""
+"""These errors of a read concern one request; the next one can be read."""
 
 _FREED_S = 0.05
 """The time between two attempts to free a killed process."""

@@ -39,18 +39,18 @@ streams are left for the control socket."""
 JOB_NAME_MAX, BENEFIT_MAX = 64, 1e3
 
 FINISHED_S = 60.0
-"""A stream with all files read is withdrawn, and gives up its memory, unless its next epoch begins
-in this time."""
+"""A list's stream that was read to its end is withdrawn, and gives up its memory, unless its next
+epoch begins within this time."""
 
 PREDICT_INTERVAL_S = 1.0
-"""The streams of lists are looked at no more often than this."""
+"""The least time between two checks of the streams of lists."""
 
 PREDICT_ENTRIES_MIN = 4096
-"""The next epoch is announced ahead only if an epoch has at least this many files. Shorter ones
-begin fast without that, and an opened file could belong to either epoch."""
+"""Unless `predicts_early`, the next epoch is announced ahead only if an epoch has at least this
+many files. Shorter ones begin fast without that, and an opened file could belong to either."""
 
 PREDICT_FROM_DIVISOR = 2
-"""The next epoch is announced once half of the current one has been read."""
+"""Unless `predicts_early`, the next epoch is announced once half of the current one was read."""
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class PlanCommands:
     # switching to another version -----------------------------------------------------------------
 
     def _running(self, fields: Fields, now_s: float) -> Message:
-        """The streams that are being read: a switch to another version waits for them."""
+        """Answers with the streams that are being read; a switch of versions waits for them."""
         fields.end()
         return {"running": [*self._planner.views.running(now_s)]}
 
@@ -269,8 +269,8 @@ class PlanCommands:
         return name.epoch == last + 1 or 0 <= stats["epoch"] <= name.epoch <= last
 
     def _list_looked_up(self, fields: Fields, now_s: float) -> Message:
-        """The epoch that a list's reader is in; the next one if the reader has read all that were
-        announced; -1 if unknown."""
+        """Answers with the epoch that a list's reader is in; with the next one if the reader has
+        read all announced ones; with -1 if it is unknown."""
         stream = fields.text("stream")
         fields.end()
         known, stats = self._lists.get(stream), self._planner.views.stream_stats(stream)
@@ -281,9 +281,8 @@ class PlanCommands:
         return {"epoch": stats["epoch"]}
 
     def predict_next_epochs(self, now_s: float) -> None:
-        """Announces the next epoch of lists of which half of the last announced one has been read,
-        and withdraws streams that were read to their end `FINISHED_S` ago. Cheap: the worker calls
-        this in each turn of its loop."""
+        """Announces next epochs of lists, and withdraws streams that were read to their end
+        `FINISHED_S` ago. It is cheap: the worker calls it in each turn of its loop."""
         if not self._lists or now_s - self._checked_s < PREDICT_INTERVAL_S:
             return
         self._checked_s = now_s

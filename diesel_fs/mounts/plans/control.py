@@ -86,8 +86,8 @@ def drawn(
 class Control:
     """A connection to the control socket of a mount. Made by `connect`.
 
-    Every method raises the DieselError in the mount's answer: UsageError for a request without
-    meaning, ConflictError for another dataset or version; and DeadlineError if no answer arrives.
+    Every method raises the DieselError in the mount's answer (UsageError for a request without
+    meaning, ConflictError for another dataset or version), and DeadlineError if no answer arrives.
     """
 
     def __init__(self, mountpoint: str, identity: str | None, version: int | None) -> None:
@@ -176,9 +176,8 @@ class Control:
         self._request({"do": "progress", "stream": stream, "position": position, **named})
 
     def value(self, entries: EntryOrder, importance: float) -> None:
-        """Sets one value for all these entries: a finite number that is not negative. The mount
-        drops the least valuable first among entries that no stream has claimed (pushed ahead of its
-        reader)."""
+        """Sets one value for all these entries: a finite number that is not negative. Among entries
+        that are not pushed ahead of a reader, the mount drops the least valuable first."""
         for part in _parts(entries, ENTRIES_PER_FRAME):
             self._request(
                 {"do": "value", "importance": float(importance), **self._version_fields(),
@@ -242,7 +241,7 @@ class Control:
         return found
 
     def close(self) -> None:
-        """Plans stay in force unless they are withdrawn before."""
+        """Closes the connection. Plans that were not withdrawn stay in force."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

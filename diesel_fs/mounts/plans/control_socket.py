@@ -43,10 +43,10 @@ FRAME_DEADLINE_S = 10.0
 answer."""
 
 ANSWER_DEADLINE_S = 15.0
-"""The prefetch worker may be busy with earlier messages."""
+"""How long to wait for the prefetch worker, which may be busy with earlier messages."""
 
 LARGE_BYTES = 1 << 20
-"""Larger frames are received one at a time over all connections, so that they do not fill the
+"""Only one of all connections receives a larger frame at a time, so that these do not fill the
 memory."""
 
 _PEER = struct.Struct("3i")  # process, user, group
@@ -121,7 +121,7 @@ class ControlSocket:
                 os.unlink(self._name, dir_fd=folder)
 
     async def run(self) -> None:
-        """Serves clients until it is cancelled. Call it after `listen`."""
+        """Call it after `listen`."""
         if self._socket is None:
             return
         listener = trio.socket.from_stdlib_socket(self._socket)

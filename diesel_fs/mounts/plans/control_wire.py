@@ -32,7 +32,7 @@ CHECK_ENTRIES_MAX = 4096
 nothing meanwhile."""
 
 ENTRIES_PER_FRAME = 1 << 20
-"""The client fills half of a frame with entries of 4 bytes."""
+"""With 4 bytes each, these entries fill half of a frame."""
 
 VALUES_PER_FRAME = ENTRIES_PER_FRAME // 2
 """The same with a value of 4 bytes for each entry."""

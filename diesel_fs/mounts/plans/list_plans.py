@@ -5,7 +5,8 @@ A mount offers lists of all files in shuffled orders (`mounts/tree/dot_diesel.py
 prefetch worker announces its order as a stream (`commands.py`).
 
 `.diesel/filelist` shows the next epoch once the files of the current one have been read to the end.
-The worker knows that, since it watches the opens of some files. Once it has ended, the list stays.
+The worker knows that, since it watches the opens of some files. If the worker has ended, the list
+stays the same.
 
 Concurrency: trio, in the server of the mount. Only `current_list` and `on_lookup` wait, at most for
 the deadlines below.
@@ -23,17 +24,17 @@ from ..tree.dot_diesel import ListObserver, ListRef
 
 LOOK_DEADLINE_S = 1.0
 """How long a look-up of `.diesel/filelist` waits for the prefetch worker, which may be fetching a
-chunk. Without its answer, a program that reads the list again could get the same order."""
+chunk. Without the worker's answer, a program that reads the list again may get the same order."""
 
 FORGET_DEADLINE_S = 0.2
-"""How long a look-up waits until the kernel has dropped its pages of the list. After that, the next
-reading of the list may stay unnoticed, and nothing is pushed ahead for it."""
+"""How long a look-up waits until the kernel has dropped its pages of the list. If it takes longer,
+the next reading of the list may stay unnoticed, and nothing is pushed ahead for it."""
 
 FILELIST_STREAM = "filelist"
 
 
 def stream_name(ref: ListRef) -> str:
-    """The same for all epochs of the list."""
+    """The same for all epochs of a list."""
     if ref.by_filelist:
         return FILELIST_STREAM
     name = ref.name

@@ -1,7 +1,8 @@
 """The private folder that holds the control sockets of a user's mounts.
 
 A daemon that was killed leaves its socket there. The next mount removes it, and so does `umount` of
-the dead mount. This module imports little, because a user waits for `umount`. Any thread.
+the dead mount. This module imports little, because a user waits for `umount`. Any thread may call
+it.
 """
 
 import os
@@ -35,7 +36,7 @@ def open_private(folder: Path) -> Iterator[int]:
 
 
 def short_path(folder: int, name: str) -> str:
-    """A socket's address has room for 107 bytes."""
+    """A path that fits the address of a socket, which has room for 107 bytes."""
     return f"/proc/self/fd/{folder}/{name}"
 
 

@@ -7,7 +7,7 @@ predicted from the place of its contents (`UnitCosts`) and the lateness of its s
 
 - `Balance.upcoming` names the units to be read ahead, those with the least *slack* first. The slack
   is the time until the reader needs the unit, less the latency of its read, less the transfers of
-  all units of the stream up to and with it; but at most the slack of any later unit. So a stream
+  the stream's units up to and including it; but at most the slack of any later unit. So a stream
   with slow contents has more reads under way than the others. (Lobster gives each GPU a number of
   threads instead, by algorithm 1.) Serving jobs in the order of their deadlines makes the largest
   lateness least (Jackson's rule); time that a job takes after its service, such as the latency, is
@@ -34,8 +34,8 @@ from .streams.stream_views import StreamViews
 from .streams.units import Columns
 
 READ_AHEAD_S = 5.0
-"""A unit that `upcoming` has named stays chosen for this time, or until it is pushed: small
-changes of rates and costs must not cancel reads under way."""
+"""A unit that `upcoming` has named stays chosen for this time, or until it is pushed, so that small
+changes of rates and costs do not cancel reads under way."""
 COSTS_FRESH_S = 0.25
 """A cost is predicted again after this time: measured rates may have changed, and contents
 moved."""
@@ -44,7 +44,8 @@ RATE_GUESSED = 200.0
 soon corrected by a fast reader's signs. With a high one, files far ahead of a reader could go
 before files that another reader waits for now, if those seem to arrive later."""
 WAITED_S_MIN = 0.005
-"""A longer push has probably waited for its contents: with them, 4 MiB take half of this time."""
+"""A longer push has probably waited for its contents: once they are there, to push 4 MiB takes half
+of this time."""
 
 
 def slacks(

@@ -12,11 +12,11 @@ from typing import Literal, TypeAlias, TypedDict
 from ...orders.plan import Entries, Epoch
 
 FillPolicy: TypeAlias = Literal["on-demand", "oneshot"]
-"""Without a plan, the chunks of files that were missed are pushed, or all chunks from the start."""
+"""What is pushed without a plan: the chunks of missed files, or all chunks from the start."""
 
 UnitCosts: TypeAlias = Callable[[Sequence[Entries]], Sequence[tuple[float, float]]]
 """Predicts the cost of reading each list of entries, in seconds: the latency (until the first bytes
-arrive) and the transfer (while the read keeps the bandwidth that all reads share). Latencies of
+arrive) and the transfer (while the read occupies the bandwidth that all reads share). Latencies of
 concurrent reads overlap, and transfers add up."""
 
 
@@ -42,8 +42,8 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Look whether these entries are still resident. None is watched for opens, because the worker
-    opens it to look."""
+    """Check whether these entries are still resident. None is watched for opens, because the worker
+    opens each."""
 
     entries: Entries
 
@@ -77,8 +77,8 @@ class PrefetchCounters(TypedDict):
 
 
 class StreamStats(TypedDict):
-    """Positions (`streams/stream_tracker.py`) in the current epoch; `high` and `frontier` exceed
-    its `length` if they are in the next one."""
+    """Positions (`streams/stream_tracker.py`) in the epoch that `high` is in; `position` equals
+    `high`. `frontier` exceeds the epoch's `length` if it is in a later one."""
 
     name: str
     epoch: int  # -1 if all announced epochs have been read

@@ -43,21 +43,21 @@ class Uses(Protocol):
 
 
 PIECE_ENTRIES = 256
-"""Candidates are looked at together: about as many as one unit has."""
+"""Candidates are examined in pieces of this size, about that of a unit."""
 
 BEHIND_DIVISOR = 256
 """The search for the farthest use goes from the ends of the orders towards the readers. Entries
-that readers pass meanwhile may have farther uses than it still finds. If they are a 256th of all,
-it begins again, in some milliseconds for a million entries."""
+that readers pass meanwhile may have farther uses than it still finds. Once they are a 256th of all,
+the search begins again, which takes some milliseconds for a million entries."""
 
 LEAST_LOOKED_AT, LEAST_LOOKED_AT_MAX = 8, 512
 """A search for the least important entries that no reader comes to any more begins with 8 pieces.
-If readers still come to all of these, it looks at four times as many, up to 512, which takes some
+If readers still come to all of these, it examines four times as many, up to 512, which takes some
 30 ms."""
 
 LEAST_KEPT_FROM = 200_000
-"""If there are more entries, a search takes a millisecond. So all that it has found are dropped
-before the next one."""
+"""If there are more entries, a search takes a millisecond. So the next one begins only when all
+that the last one found are dropped."""
 
 
 class Eviction:
@@ -106,7 +106,7 @@ class Eviction:
     ) -> int:
         """The more important an unclaimed entry is, the longer it is kept. Entries without a value
         have 0. `more`: the job sets further entries by the next calls. `benefit`: how many times as
-        fast the job's batches come with the cache. Returns how many jobs have set any. Raises
+        fast the job's batches arrive with the cache. Returns how many jobs have set any. Raises
         UsageError for NaN, infinite and negative numbers."""
         check_importances(values)
         heap, jobs = self._make_heap(), len(self._jobs)
@@ -143,7 +143,7 @@ class Eviction:
         """Note that the claims of these entries have ended. `passed`: readers have read them, so
         their next use decides; otherwise they are dropped first, in this order."""
         if self._released_count > 2 * self._count:
-            # Nothing was dropped for long. They are found among all others, too
+            # Nothing was dropped for long. `_find_unneeded` finds these entries, too
             self._released.clear()
             self._released_count = 0
             self._unneeded = None
@@ -163,8 +163,8 @@ class Eviction:
     def take_next(
         self, need_bytes: int, uses: Uses, *, only_unneeded: bool = False
     ) -> Entries | None:
-        """Choose the next entries to drop, hardly more than take `need_bytes`. `only_unneeded`:
-        none that a reader still comes to."""
+        """Choose the next entries to drop: no more than `need_bytes` require, often fewer. None if
+        there are none. `only_unneeded`: none that a reader still comes to."""
         piece = self._find_released(need_bytes, uses)
         if piece is None:
             piece = self._find_unneeded(need_bytes, uses)
@@ -271,8 +271,8 @@ class Eviction:
     def _first_low_passed(
         self, heap: ImportanceHeap, need_bytes: int, uses: Uses
     ) -> Entries | None:
-        """Some entries of low importance that no reader comes to any more, those first that readers
-        passed first; None if there are none."""
+        """Some entries of low importance that no reader comes to any more, in the order in which
+        readers passed them; None if there are none."""
         while self._low_passed:
             piece = np.unique(self._low_passed.popleft())
             piece = piece[self._evictable(piece) & ~heap.is_high(piece)]

@@ -25,15 +25,14 @@ LATE_READ_S = 1.0
 """A miss this long after the push of its file means that the kernel has freed the pages. An earlier
 one may come from a READ that began before the push."""
 SAMPLE_ENTRIES = 32
-"""One sample looks at this many, evenly chosen from a reader's next `SAMPLE_AHEAD_ENTRIES`."""
+"""A sample has this many entries, evenly chosen from a reader's next `SAMPLE_AHEAD_ENTRIES`."""
 SAMPLE_AHEAD_ENTRIES = 8_192
 BATCH_BYTES = 16 << 20
 """Bytes that are pushed again at once."""
 CHECKS_MAX = 64
-"""Checks that wait; of more, the first ones are left out: READs will show what is gone."""
+"""The most checks that wait. Beyond that the oldest is left out: READs will show what is gone."""
 FREED_DIVISOR = 4
-"""If a check finds a quarter of its sample freed, the files that it did not look at count as freed,
-too."""
+"""If a check finds a quarter of its sample freed, the files outside it count as freed, too."""
 
 
 @dataclass(slots=True)
@@ -47,7 +46,7 @@ class FreedPages:
     _push_again: deque[Entries] = field(default_factory=deque)
     _suspected: deque[Entries] = field(default_factory=lambda: deque(maxlen=CHECKS_MAX))
     """Entries near freed ones, for a check each."""
-    _checking: Entries | None = None  # those of which a sample is being looked at
+    _checking: Entries | None = None  # those of the last `check`, until `checked`
 
     def push_again(self, entries: Entries) -> None:
         """`next` returns these, unless they are resident by then, or there are streams and none
@@ -55,7 +54,7 @@ class FreedPages:
         self._push_again.append(entries)
 
     def next(self, room_bytes: int) -> Entries | None:
-        """The next batch, in the order of contents; entries without room are left to READs."""
+        """The next batch, by chunk and offset; entries without room are left to READs."""
         if not self._push_again:
             return None
         wanted = self.resident_set.missing(np.unique(np.concatenate(self._push_again)))

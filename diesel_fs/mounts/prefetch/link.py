@@ -64,8 +64,6 @@ class MessageDecoder:
 
 
 class WorkerLink:
-    """Methods that are not async return at once."""
-
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._missed: list[int] = []
@@ -110,8 +108,7 @@ class WorkerLink:
             self._wake.set()
 
     async def send_switch(self, message: Message, descriptors: Sequence[int]) -> Message | None:
-        """Send the switch to another version, after all misses and forgotten entries reported
-        before. Waits for the answer without a limit; returns None if the worker has ended."""
+        """Send the switch to another version. Returns None if the worker has ended."""
         if not self.alive:
             return None
         self._take_reports()
@@ -177,7 +174,6 @@ class WorkerLink:
             event.set()
 
     async def _receive(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
-        """Receive until the worker ends, then cancel `scope`."""
         decoder = MessageDecoder()
         while received := await stream.receive_some(1 << 16):
             for message in decoder.add(received):
@@ -198,8 +194,8 @@ class MountServerLink:
         self._poll.register(end, select.POLLIN)
         self._messages_poll.register(end, select.POLLIN)
         self.ready: frozenset[int] = frozenset()
-        """The watched descriptors that had events when `messages` last returned."""
-        self._received: list[int] = []  # came with messages
+        """The descriptors that had events when `messages` last returned."""
+        self._received: list[int] = []  # descriptors that came with messages
 
     def receive_descriptors(self) -> list[int]:
         """Return the descriptors that came with the first byte; none if the server has ended."""
@@ -231,8 +227,8 @@ class MountServerLink:
         self._poll.unregister(descriptor)
 
     def messages(self, timeout_s: float, quiet_s: float = 0.0) -> list[Message]:
-        """Wait up to `timeout_s` for messages or another watched event, but up to `quiet_s` for
-        messages alone. Raises EOFError if the server has ended."""
+        """Wait up to `quiet_s` for messages alone, then up to `timeout_s` for messages or another
+        watched event. Raises EOFError if the server has ended."""
         if quiet_s:
             self._messages_poll.poll(math.ceil(quiet_s * 1000))
         ready = self._poll.poll(max(0, math.ceil(timeout_s * 1000)))

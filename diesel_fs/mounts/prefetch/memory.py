@@ -12,9 +12,9 @@ from .streams.stream_tracker import StreamTracker
 KNOWN_ENTRY_BYTES = 1_150
 """Kernel memory for one file's name and inode: measured as 1.5 GB for 1.28 million files."""
 KNOWN_DIVISOR = 8
-"""The kernel must know a file's name before its content can be pushed. Names count for at most an
-eighth of the budget: those of small files take a quarter of the memory of their contents, whatever
-the budget is, and the kernel frees names and contents alike."""
+"""The kernel must know a file's name before its content can be pushed. Names take up to a quarter
+as much memory as contents, so those of a large dataset could fill the budget. They count for at
+most an eighth of it, since the kernel frees names and contents alike."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Memory:
         return sum(1 for tracker in self.trackers.values() if tracker.order.epochs)
 
     def share_bytes(self) -> int:
-        """Each stream's share. The streams get it if it is computed again."""
+        """Each stream's share. If it has to be computed again, the streams get the new one."""
         if not self._share_bytes:
             self._share_bytes = max(self.contents_bytes() // max(self.active_count(), 1), 1)
             for tracker in self.trackers.values():

@@ -41,7 +41,7 @@ class AccessCounts:
             self.low /= 2
 
     def low_part(self) -> float:
-        """The part of the memory (0 to 1) that is not for entries of high importance."""
+        """The part of the memory (0 to 1) for entries of low importance."""
         return self.low / (self.high + self.low)
 
 

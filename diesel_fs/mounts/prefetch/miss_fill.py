@@ -50,7 +50,7 @@ class ChunkEntries:
 
     def may_push(self, chunk: int, now_s: float) -> bool:
         """Whether a chunk may be pushed because a file of it was missed, or freed by the kernel.
-        True counts as a push, and then this is False for the chunk's delay."""
+        After True, which counts as a push, the answer is False for the chunk's delay."""
         again_s, delay_s = float(self._again_s[chunk]), float(self._delay_s[chunk])
         if now_s < again_s:
             return False

@@ -1,15 +1,15 @@
 """Decides which file contents to push into the kernel's page cache next, and which to drop.
 
 A *push* stores the contents of files in the page cache, so that a reader finds them there: the
-files are then *resident*. A *sample* looks whether they still are. A *miss* is a READ that reached
-the mount because its file was not resident. The *budget* is the memory for resident files.
+files are then *resident*. A *sample* checks whether some files still are. A *miss* is a READ that
+reached the mount because its file was not resident. The *budget* is the memory for resident files.
 
 The prefetch worker reports events (misses, opens of marker files, changes of the plan, files that
 the kernel has forgotten). It calls `next` for a decision, carries it out, and reports the result
 (`pushed`, `dropped`, `sampled`) before the next call. Events may come in between.
 
 Without a plan, missed files lead to pushes of whole chunks into free memory (`miss_fill.py`).
-Nothing is dropped for these, so random misses never make the planner push and drop by turns.
+Nothing is dropped for these, so random misses never make the planner push and drop in turn.
 
 With plans, each *stream* (a reader with a known order) gets an equal share of the budget. Its order
 is cut into *units*, the files of one push each (`streams/units.py`). A stream *claims* the entries
@@ -56,16 +56,16 @@ STILL_DIVISOR = 4
 quarter of the budget stays free."""
 
 PAUSE_S, PAUSE_S_MAX = 0.5, 8.0
-"""After a failed push, the first and the longest pause."""
+"""The first and the longest pause after a failed push."""
 
 UNWATCH_MIN = 256
-"""The fewest watches without a use that are removed together, unless the worker is idle."""
+"""Unneeded watches are removed together once there are this many, or when the worker is idle."""
 
 PAGES_MAX = (1 << 32) - 1
-"""So a file of 16 TiB never fits."""
+"""The greatest count in the columns: 16 TiB. A file with as many pages never fits."""
 
 UNITS_SKIPPED_MAX = 64
-"""Units with nothing to push that one decision skips, so that it takes a few milliseconds."""
+"""One decision skips at most this many units with nothing to push: it takes a few milliseconds."""
 
 
 class PrefetchPlanner:
@@ -138,8 +138,8 @@ class PrefetchPlanner:
 
     @property
     def wants_misses(self) -> bool:
-        """Whether the server should report every miss. Without a plan and free room a few are
-        enough: they only show that the kernel has freed pages."""
+        """Whether the server should report every miss. If there is neither a plan nor free room, a
+        few are enough: they only show that the kernel has freed pages."""
         return self.views.has_streams or self._miss_fill.has_room(self.memory.room_bytes())
 
     def inherit(self, old: "PrefetchPlanner", was: npt.NDArray[np.int32]) -> None:
@@ -277,7 +277,6 @@ class PrefetchPlanner:
     # Decisions
 
     def next(self, now_s: float) -> Decision:
-        """The caller reports the result (unless it is Idle) before the next call."""
         assert self._outstanding is None, "the last decision has not been reported"
         self._clock.tick(now_s)
         heap = self.resident_set.eviction.heap
@@ -305,9 +304,8 @@ class PrefetchPlanner:
 
     def upcoming(self, count: int) -> list[Entries]:
         """The entries of the next pushes, as far as they can be foreseen, in the order in which to
-        fetch their contents; a push names them in the same order, by which a reader finds what it
-        has begun to fetch. They include each stream's next unit if there are at most `count / 2`
-        streams."""
+        fetch them, with each stream's next unit if there are at most `count / 2` streams. A push
+        has its entries in the same order, by which the `BatchSource` finds the reads under way."""
         trackers = self.views.trackers
         if len(trackers) == 1:
             planned = next(iter(trackers.values())).units.entries(count)

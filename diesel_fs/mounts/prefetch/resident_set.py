@@ -18,10 +18,10 @@ from .streams.units import PAGE_BYTES, Columns
 
 READ_BYTES_MAX = 1 << 20
 LATELY_S = 1.0
-"""A file of at most this size that a READ brought at most this long ago need not be pushed."""
+"""A file of at most this size need not be pushed if a READ brought it at most this long ago."""
 
 _ONE = np.int32(1)
-"""It has the type of `claims`: without a conversion `ufunc.at` is twenty times as fast."""
+"""Of the type of `claims`: `ufunc.at` is twenty times as fast if it need not convert."""
 
 Ended: TypeAlias = Literal["passed", "given up", "changed"]
 """Why claims end: the reader has passed the entries; the stream has given them up, so they are

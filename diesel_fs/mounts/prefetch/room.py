@@ -7,7 +7,7 @@ Room is made by giving up these, in this order:
 3. the farther half of the claims of the stream that is farthest ahead of its reader, if that is
    more than twice as far as the stream that needs room.
 
-Files that READs have brought, and no push, do not count: the kernel frees their pages first.
+Files that only READs have brought do not count: the kernel frees their pages first.
 """
 
 from dataclasses import dataclass
@@ -54,10 +54,9 @@ class Room:
         *,
         spares_needed: bool = False,
     ) -> Drop | None:
-        """Make room for a unit of the stream `needy`: drop unclaimed entries, or take claims from
-        other streams. None if no room can be made. `spares_needed`: drop no unclaimed entry that a
-        reader comes to again. `needy_ahead_s`: in how many seconds `needy` comes to the unit;
-        `last_sign_s`: of any reader."""
+        """Make room for a unit of the stream `needy`; None if that is impossible. `spares_needed`:
+        drop no unclaimed entry that a reader comes to again. `needy_ahead_s`: in how many seconds
+        `needy` comes to the unit; `last_sign_s`: of any reader."""
         if (drop := self._drop(need_bytes, only_unneeded=spares_needed)) is not None:
             return drop
         others = [each for each in self.views.trackers.values() if each is not needy]

@@ -1,8 +1,8 @@
 """Chooses the stream that gets the next push, and whether an urgent unit goes first.
 
 The unit that a reader needs soonest is pushed first, unless its contents have not arrived yet
-(`balance.py`). If the store is slow, an *urgent* unit goes before it, as long as the reader comes
-within a second to large files that are not pushed yet.
+(`balance.py`). If the store is slow, and the reader comes within a second to large files that are
+not pushed yet, these go first, as an *urgent* unit.
 """
 
 from collections.abc import Collection
@@ -60,9 +60,8 @@ def soonest_stream(
     may_wait: bool,
 ) -> tuple[StreamTracker, float] | None:
     """The stream that gets the next push, and in how many seconds its reader needs the unit. None
-    if all streams are claimed to their ends, or as far as the number of watches allows.
-    `without_room`: these get nothing. `may_wait`: a stream may be passed over until its contents
-    have arrived."""
+    if all others than `without_room` are claimed to their ends, or as far as the number of watches
+    allows. `may_wait`: a stream may be passed over until its contents have arrived."""
     share_bytes = memory.share_bytes()
     ahead_max = max(MARKERS_MAX // max(memory.active_count(), 1), 16) * MARKER_STRIDE
     found: list[tuple[float, StreamTracker, int]] = []

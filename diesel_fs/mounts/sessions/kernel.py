@@ -45,7 +45,7 @@ Content = Bytes | Sequence[Bytes]
 Answer = Content | None
 """The content of the reply; None if there is no reply, or a task will send it later."""
 Handler = Callable[[RequestHeader, memoryview], Answer]
-"""Handles one request, given its header and whole message, or raises FuseErrno."""
+"""Handles one request, given its header and the whole message. Raises FuseErrno."""
 
 _REFUSED_ONCE = (Op.OPEN, Op.OPENDIR, Op.FLUSH, Op.GETXATTR, Op.LISTXATTR)
 """These get ENOSYS, after which the kernel never sends them again."""
@@ -53,8 +53,8 @@ _REFUSED_ONCE = (Op.OPEN, Op.OPENDIR, Op.FLUSH, Op.GETXATTR, Op.LISTXATTR)
 _NEVER_ANSWERED = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
 _PASSING_ERRNOS = (errno.EAGAIN, errno.ENOENT, errno.EINTR, errno.ENOMEM, errno.EIO)
-"""The session goes on after these errors of reading the device: usually a request was withdrawn,
-because its process was killed."""
+"""The session goes on after these errors of a read from the device: usually the kernel has
+withdrawn a request, because its process was killed."""
 
 
 def _refuse(number: int) -> Handler:
@@ -268,8 +268,8 @@ class KernelSession:
     def _later(
         self, request: RequestHeader | ReadRequest, name: str, content: Awaitable[Content]
     ) -> None:
-        """Starts a task that answers with `content`, at the latest when `serve` begins. INTERRUPT
-        can end it from now on, even before it runs."""
+        """Starts a task that answers with `content`, or has `serve` start it. INTERRUPT can end the
+        request from now on, even before the task runs."""
         unique, node = request.unique, request.node
         cause = WaitCause.MOUNT if name == "read" else WaitCause.METADATA
         wait = self._waits.begin(request.thread, cause, self._begun_s)
@@ -287,7 +287,7 @@ class KernelSession:
         request: str,
         content: Awaitable[Content],
     ) -> None:
-        """A cancelled request gets a reply, too."""
+        """Replies to a cancelled request, too."""
         answer: Sequence[Bytes] = ()
         number = 0
         with observer_set(waiting.wait), waiting.scope:

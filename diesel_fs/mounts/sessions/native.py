@@ -55,21 +55,21 @@ from .session import SessionUnsupported, SwitchUnsupported
 log = logging.getLogger("diesel.mount")
 
 PRIVATE_NODE = HIDDEN_ROOT - 1
-"""The node of the first content file. Later ones and images have lower nodes; no node is used
-twice."""
+"""The node of the first content file. Later content files and images have lower nodes; no node is
+used twice."""
 
 TREE_READ_AHEAD_KIB = 1024
 """How far the kernel reads ahead in a file of the tree."""
 
 CONTENT_READ_AHEAD_KIB = 1024
-"""How far it reads ahead in the content file. Next to pushed files it does so even for a reader in
-random order; with this size that takes one READ, not several."""
+"""How far the kernel reads ahead in the content file. Next to pushed files it does so even for a
+reader in random order; with this size that takes one READ, not several."""
 
 _OF_ROOT = protocol.CommonAttributes(0, 0, BLOCK_BYTES)
 """Content files and images belong to root, whoever owns the dataset's entries."""
 
 THREADS_MAX = 1024
-"""Reading threads to remember; beyond that all are forgotten."""
+"""The most threads in `_read_offsets`; beyond that all are forgotten."""
 
 _T = TypeVar("_T")
 
@@ -82,7 +82,7 @@ def _drop_fuse_descriptors() -> None:
     OSError.
 
     The thread waits for answers of this process. If the process is killed, the thread ends only
-    when the connection does, and that ends only when no thread has its device open.
+    when the connection does, and the connection only when no thread has its device open.
     """
     syscalls.own_descriptors()
     for name in os.listdir("/proc/thread-self/fd"):
@@ -134,7 +134,6 @@ class _OwnThread(Generic[_T]):
             self._on_end()
 
     def result(self) -> _T:
-        """Waits for the work. Returns its result, or raises its error."""
         self._thread.join()
         if self._failure:
             raise self._failure[0]
@@ -217,7 +216,7 @@ class NativeSession(KernelSession):
             raise
 
     async def switch_tree(self, version: TreeVersion) -> None:
-        """Replaces the current version; all look-ups meet the new one from one moment on.
+        """Replaces the current version.
 
         Raises DieselError if a mount of somebody else is in the way, SwitchUnsupported if the
         kernel cannot replace a tree, SessionUnsupported, OSError. Then nothing has changed.
@@ -502,8 +501,8 @@ class NativeSession(KernelSession):
             self._later(read, "read", content.read(offset, size))
 
     def _is_ahead(self, thread: int, offset: int) -> bool:
-        """Whether a READ was probably sent ahead of a reader, and so does not show where readers
-        are: it lies a little after the thread's last other READ."""
+        """Whether the kernel has probably sent a READ ahead of a reader, so that it does not show
+        where readers are: it lies a little after the thread's last READ that was not ahead."""
         if 0 < offset - self._read_offsets.get(thread, offset) <= CONTENT_READ_AHEAD_KIB << 10:
             return True
         if len(self._read_offsets) >= THREADS_MAX:

@@ -8,7 +8,7 @@ files themselves (from Linux 6.12 on, if it was built so), or through loop devic
 the FUSE file system is mounted on it, the kernel keeps the name, and the entry is removed
 (`Tree.hide`).
 
-Concurrency: for threads. Mounting opens the content file, which the mount's server must answer.
+Concurrency: call `mount_tree` in a thread. It opens the content file, and the server must answer.
 """
 
 import errno
@@ -111,7 +111,7 @@ def mount_tree(image: Image, files: Sequence[str], source: str, content: str) ->
 
 
 class _NotMountableError(Exception):
-    """This kernel can mount no file, or none of this file system."""
+    """This kernel cannot mount any file, or not this one."""
 
 
 class _UnsafeFilesError(Exception):

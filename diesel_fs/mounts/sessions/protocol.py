@@ -19,7 +19,7 @@ KERNEL_MINOR_MIN = 31
 
 
 class Op(IntEnum):
-    """The session answers all others with ENOSYS."""
+    """The kinds of requests. The session answers all others with ENOSYS."""
 
     LOOKUP = 1
     FORGET = 2
@@ -109,7 +109,7 @@ class RequestHeader(NamedTuple):
     op: int
     unique: int  # the request's number, which its reply repeats
     node: int
-    thread: int  # made the request; 0 if it is invisible to us
+    thread: int  # that made the request; 0 if it is invisible to us
 
 
 class Offer(NamedTuple):
@@ -121,7 +121,6 @@ class Offer(NamedTuple):
 
 
 def parse_header(message: memoryview) -> RequestHeader:
-    """Raises Malformed."""
     if len(message) < HEADER_BYTES:
         raise Malformed(f"{len(message)} bytes are too few for a request")
     length, op, unique, node, _, _, thread, *_ = IN_HEADER.unpack_from(message)
@@ -135,12 +134,11 @@ class ReadRequest(NamedTuple):
     node: int
     offset: int
     size: int
-    thread: int  # reads; 0 if it is invisible to us
+    thread: int  # that reads; 0 if it is invisible to us
 
 
 def parse_if_read(message: memoryview) -> ReadRequest | None:
-    """None for other requests. READs, the most frequent, are parsed in one step. Raises
-    Malformed."""
+    """None for other requests. READs, the most frequent, are parsed in one step."""
     if len(message) != _READ_REQUEST_BYTES:
         return None
     length, op, unique, node, thread, offset, size = _READ_REQUEST.unpack_from(message)
@@ -158,7 +156,7 @@ def _body(layout: struct.Struct, message: memoryview, request: str) -> tuple[int
 
 
 def parse_name(message: memoryview) -> bytes:
-    """The name in a LOOKUP. Raises Malformed."""
+    """The name in a LOOKUP."""
     name = message[HEADER_BYTES:].tobytes()
     end = name.find(b"\0")
     if end <= 0 or b"/" in name[:end]:
@@ -167,13 +165,13 @@ def parse_name(message: memoryview) -> bytes:
 
 
 def parse_read(message: memoryview) -> tuple[int, int]:
-    """Offset and size of a READ, READDIR or READDIRPLUS. Raises Malformed."""
+    """Offset and size of a READ, READDIR or READDIRPLUS."""
     _, offset, size, _ = _body(_READ_IN, message, "a READ")
     return offset, size
 
 
 def parse_forgets(request: RequestHeader, message: memoryview) -> list[tuple[int, int]]:
-    """Nodes, each with the number of references that the kernel drops. Raises Malformed."""
+    """Nodes, each with the number of references that the kernel drops."""
     if request.op == Op.FORGET:
         return [(request.node, _body(_FORGET_IN, message, "a FORGET")[0])]
     count, _ = _body(_BATCH_FORGET_IN, message, "a BATCH_FORGET")
@@ -184,7 +182,7 @@ def parse_forgets(request: RequestHeader, message: memoryview) -> list[tuple[int
 
 
 def parse_interrupt(message: memoryview) -> int:
-    """The number of the request whose thread got a signal. Raises Malformed."""
+    """The number of the request whose thread got a signal."""
     return _body(_INTERRUPT_IN, message, "an INTERRUPT")[0]
 
 
@@ -198,12 +196,11 @@ def open_answer(handle: int) -> bytes:
 
 
 def parse_release(message: memoryview) -> int:
-    """The handle (of `open_answer`) that the kernel has closed. Raises Malformed."""
+    """The handle (of `open_answer`) that the kernel has closed."""
     return _body(_RELEASE_IN, message, "a RELEASE")[0]
 
 
 def parse_init(message: memoryview) -> Offer:
-    """Raises Malformed."""
     major, minor, _, flags = _body(_INIT_IN, message, "an INIT")
     return Offer(major, minor, Flag(flags))
 

@@ -5,17 +5,16 @@ overtakes the worker, each next file would cost a READ request. So the server *h
 file that is pushed soon for a few milliseconds, and the worker gets ahead by hundreds of files. If
 the store is slow, the READ is held until the worker hands over the contents, and the worker pushes
 the rest of the file: so READs and a push make one request to the store. The worker does not push a
-held READ's bytes, since it would wait for the page that the READ has locked. The READ of a file
-that it is storing now is answered at once. Each process writes its mark before it reads the
-other's, so at least one of them sees the other's mark.
+held READ's bytes, since it would wait for the page that the READ has locked. If the worker is
+storing the file now, the server answers the READ at once. Each process writes its mark before it
+reads the other's, so at least one of them sees the other's mark.
 
-Layout: `_COUNT_BYTES` of counts and flags; the held READs; two bytes for each entry, the first
-written by the worker, the second by the server; room for the bytes of held READs, in *slots*; then
-the addresses of entries in order logs (`cache/order_logs/addresses.py`), which take memory only if
+Layout: `_COUNT_BYTES` of counts and flags; the held READs; the worker's marks, a byte for each
+entry; the server's marks, likewise; room for the bytes of held READs, in *slots*; then the
+addresses of entries in order logs (`cache/order_logs/addresses.py`), which take memory only if
 there are logs. The server may give a slot to another READ at any time, also while the worker fills
-it. A torn or late value does no harm: bytes that are handed over have a checksum of themselves and
-of their place, and a slot is filled for one READ, by the kernel's number of it, which is used only
-once.
+it. A torn or late value does no harm: the checksum of bytes that are handed over covers their place
+in the file, too, and each slot carries the kernel's number of its READ, which is used only once.
 """
 
 import math
@@ -40,11 +39,11 @@ HOLD_STEP_S = 0.001
 """How often a held READ checks the memory; trio's clock has no shorter step."""
 
 STILL_STEPS = 2
-"""A hold ends after these steps without progress of the worker, which does not run in every step if
-there are many readers."""
+"""A hold ends after this number of steps without progress of the worker. If there are many readers,
+the worker does not run in every step."""
 
 HOLD_STEPS = 5
-"""The longest hold. In this time some thousand small files are pushed."""
+"""The longest hold, in steps. In this time the worker pushes some thousand small files."""
 
 SLOW_HOLD_STEPS = 1_000
 """The longest hold while the worker waits for a slow store: a second."""
@@ -156,7 +155,7 @@ class PushStatusMap:
 
     def besides_held(self, entry: int, start: int, size: int) -> list[tuple[int, int]]:
         """The ranges of these bytes of a file, counted from `start`, that no READ gets by
-        `hand_over`. Nothing if no READ gets any, or if READs do not begin and end with pages."""
+        `hand_over`. Empty if no READ gets any, or if READs do not begin and end with pages."""
         found, behind = [], 0
         for *_, begin, end in sorted(self._wanted(entry, start, size), key=itemgetter(2)):
             if begin % mmap.PAGESIZE or (end % mmap.PAGESIZE and end < size):
@@ -167,8 +166,8 @@ class PushStatusMap:
         return [(begin, end) for begin, end in found if begin < end] if behind else []
 
     def hand_over(self, entry: int, start: int, content: memoryview) -> bool:
-        """Gives bytes of a file, from `start` on, to the held READs of its entry that want no
-        others. Returns whether there are any."""
+        """Gives bytes of a file, from `start` on, to the held READs of its entry that want only
+        bytes among these. Returns whether there are any such READs."""
         wanted = self._wanted(entry, start, len(content))
         for slot, unique, begin, end in wanted:
             held, at = self._held[slot], slot * SLOT_BYTES
@@ -216,7 +215,8 @@ class PushStatusMap:
 
     def try_hold(self, entry: int, wanted: Callable[[], HeldBytes | None]) -> "HeldRead | None":
         """Holds the READ of an entry; None if it need not wait, or the number is no entry. `wanted`
-        returns which bytes of the file the READ wants; None: bytes of other files, too."""
+        returns which bytes of the file the READ wants, or None if it also wants bytes of other
+        files."""
         if not 0 <= entry < len(self._soon_seen) or self._soon_seen[entry] != _SOON:
             return None
         if self.stuck_at == self.progress:

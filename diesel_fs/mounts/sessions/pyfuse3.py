@@ -5,8 +5,8 @@ pyfuse3 does not pass the inode number to `read`, so files are opened by OPEN: t
 close a file costs three requests.
 
 For each request pyfuse3 takes a trio lock and waits for the kernel by trio, which costs more than
-most replies. So `installed` replaces pyfuse3's module attribute `trio` by a `TrioStandIn`: a
-task may take its lock again at once, and it waits for the kernel by `RequestWait`.
+most replies. So `installed` replaces pyfuse3's module attribute `trio` by a `TrioStandIn`: a task
+may take the lock again at once, and waits for the kernel by `RequestWait`.
 
 Concurrency: everything runs in trio's thread. Only `read` and the requests for `.diesel` wait, and
 nothing waits between filling a reply and returning it. So the reply objects are reused: pyfuse3
@@ -43,7 +43,7 @@ TASKS_MAX = 10_000
 """Requests under way at once. A READ that waits holds a task, and must not delay others."""
 
 PART_ENTRIES = 1024
-"""Children of a folder prepared together; one READDIR reply holds 24 to some 6,000."""
+"""Children of a folder that are prepared together; one READDIR reply holds 24 to some 6,000."""
 
 PARTS_KEPT = 64
 

@@ -2,7 +2,7 @@
 
 The bytes of many children (a *part*) are made at once from the snapshot's columns, without a Python
 object for each; a reply is a slice of a part. The offset after child k is k + 3, since `.` and `..`
-come first. One thread.
+come first. One thread uses a `ReaddirReplies`.
 """
 
 from bisect import bisect_right

@@ -26,21 +26,21 @@ SLICE_S = 0.002
 SPIN_S = 0.000_05
 """How long a session looks for the next request after a reply without sleeping. To wake up on
 another processor takes about as long: with this, small files were read 1.7 times as fast on two
-virtual processors, for no more processor time. If a program works between files, this time is
+virtual processors, with no more processor time. If a program works between files, this time is
 wasted once or twice a file."""
 
 POLL_S = 0.001
-"""How long poll(2) then waits before trio does: whole milliseconds, so this is the shortest."""
+"""How long poll(2) then waits before trio does. It counts milliseconds, so this is the shortest."""
 
 
 def mount_options(
     dataset: str, version: int, *, allow_other: bool = False, follows: bool = False
 ) -> Sequence[str]:
-    """With `follows` the version will change, so the mount's source, `DATASET@VERSION` otherwise,
-    does not contain it.
+    """The mount's source is `DATASET@VERSION`, or with `follows`, as the version will change,
+    `DATASET`.
 
-    The only text of a user's here is the dataset's name, which has neither comma nor backslash and
-    so cannot become an option. Without `noatime` the kernel would request attributes again after
+    The only text from a user here is the dataset's name. It has neither comma nor backslash, so it
+    cannot become an option. Without `noatime` the kernel would request attributes again after
     each read. Raises UsageError.
     """
     name = check_dataset_name(dataset)
@@ -92,14 +92,15 @@ class RequestWait:
     """Waits for the kernel's next request, mostly without a turn of trio's loop and without
     sleeping.
 
-    While requests keep coming, a short poll(2) in trio's own thread waits for them. Other tasks run
-    at the latest `slice_s` + `SPIN_S` + `poll_s` after they are ready.
+    While requests keep coming, a short poll(2) in trio's own thread waits for them. Any other task
+    runs at most `slice_s` + `SPIN_S` + `poll_s` after it is ready.
     """
 
     def __init__(
         self, idle: Callable[[], bool], *, slice_s: float = SLICE_S, poll_s: float = POLL_S
     ) -> None:
-        """poll(2) does not wait unless `idle` returns True: the session waits only for requests."""
+        """`idle` returns whether the session waits only for requests; otherwise nothing waits in
+        poll(2)."""
         self._idle = idle
         self._slice_s = slice_s
         self._poll_ms = poll_s * 1000

@@ -32,8 +32,8 @@ class WorkerSide:
         on_forget: Callable[[Sequence[int]], None],
         push_status: PushStatusMap,
     ) -> None:
-        """From now on calls `on_miss` with entries that the kernel had no content of, and
-        `on_forget` with entries that the kernel has forgotten."""
+        """Makes the session call `on_miss` with each entry that was missed, and `on_forget` with
+        the entries that the kernel has forgotten."""
         self._on_miss, self.on_forget, self.push_status = on_miss, on_forget, push_status
         if self._reads_failed:
             push_status.note_failed_read()

@@ -104,7 +104,7 @@ class MetricsPort:
         return self._text
 
     def _request_text(self) -> str:
-        """If an answer of the server was late, this waits for that answer. Raises OSError."""
+        """If the server's last answer was late, this waits for that one. Raises OSError."""
         if not self._has_requested:
             self._end.sendall(_ASK)
             self._has_requested = True

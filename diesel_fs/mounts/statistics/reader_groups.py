@@ -1,5 +1,4 @@
-"""Groups the processes that read a mount: by rank of a training job, or by program with its
-workers.
+"""Groups the processes that read a mount: by rank of a training job, or by program.
 
 The kernel names the thread that made a request. /proc gives the rest: the rank is in the
 environment with which the process was started (a forked worker has its parent's), and the workers

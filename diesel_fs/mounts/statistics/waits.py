@@ -1,7 +1,7 @@
 """Counts how long the readers of a mount have waited, and for what (SEMANTICS.md, "Waiting").
 
 Most requests are answered at once, and counted afterwards by one call (`Waits.answered`). Any other
-request is a `Wait`; meanwhile threads mark the cause of the wait (`cache/waiting.py`).
+request is a `Wait` until it is answered; meanwhile threads mark its cause (`cache/waiting.py`).
 
 If n requests wait at one moment, each of them accounts for 1/n of it. So a `WaitClock` has a
 virtual time that runs n times slower than real time (as in processor sharing: Parekh and Gallager,
@@ -94,7 +94,7 @@ class WaitClock:
         self.causes_s[cause] += self.virtual_s - before_s
 
     def figures(self, alone_s: Sequence[float]) -> dict[str, object]:
-        """`alone_s` has the requests that waited alone, by cause, which this clock has not
+        """`alone_s` is the time of requests that waited alone, by cause, which this clock has not
         counted."""
         return {
             "waited_s": round(self.waited_s + sum(alone_s), 6),
@@ -111,8 +111,8 @@ class _Reader:
         """`mount` is the clock of all readers; None for processes that do not count as readers."""
         self.group = group
         self.requests = 0
-        # By cause: requests that were answered at once while no other request of the mount waited.
-        # They are not added to the clocks, since this takes half the time.
+        # By cause: the time of requests that were answered at once while no other request of the
+        # mount waited. To count it here takes half the time that the clocks take.
         self.alone_s = [0.0] * len(_CAUSES)
         self.seen_s = 0.0  # when its last request came
         self.clock = WaitClock()
@@ -129,7 +129,7 @@ class _Reader:
 
 
 class Wait:
-    """A request that is not answered at once. The greatest marked cause counts."""
+    """A request that is not answered at once. Its cause is the greatest one that is marked."""
 
     __slots__ = ("_base", "_before_s", "_cause", "_clocks", "_marks", "_owner", "_since_s")
 
@@ -176,7 +176,7 @@ class Wait:
 
 
 class _DecodingInline:
-    """Of requests that are answered at once, only the decompression is measured."""
+    """Measures only the decompression, in requests that are answered at once."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

@@ -10,18 +10,18 @@ from typing import NamedTuple
 
 ROOT = 1
 HIDDEN_ROOT = 1 << 62
-"""The node of `.diesel`, to which greater ones belong, too. Smaller ones are the dataset's entries
+"""The node of `.diesel`. Greater nodes belong to it, too; smaller ones are the dataset's entries
 (in a native mount also files that only the kernel reads)."""
 
 HIDDEN_NAME = b".diesel"
 
 FOREVER_S = 1e9
-"""How long the kernel may keep replies about an immutable tree: 31 years, which it can count in its
-clock ticks."""
+"""How long the kernel may keep replies about an immutable tree: 31 years. The kernel can count that
+in its clock ticks."""
 
 
 class FuseErrno(Exception):
-    """The errno to reply. It is a regular answer, or its cause has been logged."""
+    """The errno to reply: a regular answer, or a failure that has been logged."""
 
     def __init__(self, number: int) -> None:
         super().__init__(errno.errorcode.get(number, number))

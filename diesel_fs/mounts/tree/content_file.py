@@ -46,8 +46,8 @@ CONTENT_BYTES = 1 << 44
 """All addresses of an image lie below this."""
 
 PATIENCE_S = 0.5
-"""How long a READ of several files waits for all of them. Then it fails, since a file that hangs
-must not delay readers of the others for longer."""
+"""How long a READ of several files waits for all of them. Then it fails, so that a file that hangs
+does not delay readers of the others for longer."""
 
 REFUSED_S_MAX = 1.0
 """After an extent could not be read, READs of it fail at once for as long as the attempt took, but
@@ -64,7 +64,7 @@ _ZEROS = memoryview(bytes(1 << 20))
 
 
 def private_name(node: int) -> str:
-    """The name in the root of the native mount's FUSE mount."""
+    """The name of a content file or image in the root of the native mount's FUSE mount."""
     return f"content-{HIDDEN_ROOT - node}"
 
 
@@ -79,7 +79,7 @@ class ContentVersion:
     starts: memoryview  # the first blocks of all contents, ascending
     order: memoryview  # the entry of each of these contents
     failed: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Until when (trio's clock) READs of an extent fail at once, by entry and offset."""
+    """The time (trio's clock) until which READs of an extent fail at once, by entry and offset."""
     waiting: dict[tuple[int, int], set[_Attempt]] = field(default_factory=dict)
     """The group of READs that wait for an extent."""
 
@@ -131,7 +131,7 @@ class ContentVersion:
                 each.scope.cancel()
 
     def entry_at(self, offset: int) -> int:
-        """The entry whose content begins at `offset`, or last before it; or -1."""
+        """The entry of the last content that begins at or before `offset`; -1 if there is none."""
         rank = bisect_right(self.starts, offset // BLOCK_BYTES) - 1
         return int(self.order[rank]) if rank >= 0 else -1
 

@@ -55,7 +55,7 @@ _FILES_FROM = HIDDEN_ROOT + 1024  # nodes of generated files, ascending
 _LISTS_FROM = HIDDEN_ROOT + (1 << 61)  # nodes of lists, by hash
 _LIST_BITS = (1 << 60) - 1
 _NODES_SWEPT = 4096
-"""From this number of nodes on, those that the kernel does not know are removed: an interrupted
+"""If there are this many nodes, those that the kernel does not know are removed: an interrupted
 lookup leaves a node that no FORGET request of the kernel will free."""
 _FOLDERS = {SHUFFLE: _SHUFFLE_NODE, SHUFFLE_NUL: _SHUFFLE_NUL_NODE}
 
@@ -143,8 +143,8 @@ class HiddenFolder:
         clock: Callable[[], float] = time.monotonic,
         lists_bytes_max: int = LISTS_BYTES_MAX,
     ) -> None:
-        """`control_path` returns the target of the link `control`; it exists unless that is
-        empty."""
+        """`control_path` returns the target of the link `control`, which exists unless the target
+        is empty."""
         self._files = files
         self._owner = owner
         self._observer = list_observer or ListObserver()
@@ -231,12 +231,11 @@ class HiddenFolder:
         )
 
     def count_lookup(self, node: int) -> None:
-        """Called when the kernel got the node once more."""
         if found := self._nodes.get(node):
             found.lookup_count += 1
 
     def forget(self, node: int, count: int) -> None:
-        """Called when the kernel has dropped `count` lookups. A node without a lookup is freed."""
+        """Frees a node without a lookup."""
         if found := self._nodes.get(node):
             found.lookup_count -= count
             if found.lookup_count <= 0:

@@ -12,7 +12,7 @@ A process holds a shared lock on each image file that it has open or mapped. Ano
 an image only with the file's exclusive lock: nodes may share the folder, and a file that another
 node has removed cannot be read any more.
 
-Functions may be called from any thread; processes do not disturb each other.
+Any thread of any process may call the functions.
 """
 
 import fcntl
@@ -47,13 +47,13 @@ UNUSED_S_MAX = 7 * 86_400
 """After this time without use, any image is removed."""
 
 BUILD_DEADLINE_S = 30.0
-"""How long to wait for another process that builds an image. 14 million entries take 20 s, and a
-mount may have to build its own image after that, within the time for one step of its start."""
+"""How long to wait for another process that builds an image. 14 million entries take 20 s. After
+that the mount may have to build its own image, all within the time for one step of its start."""
 
 UNNAMED_IN: Sequence[str | None] = ("/var/tmp", None)  # noqa: S108  # they have no names there
 """Folders for images that cannot be kept; None is the default folder for temporary files. If all
-fail, the image is in memory. From memory and from a tmpfs, the kernel mounts only through a loop
-device."""
+fail, the image is in memory. The kernel cannot mount files in memory or on a tmpfs directly, but
+through the FUSE mount or a loop device (`sessions/native_tree.py`)."""
 
 _POLL_S = 0.02
 _REPORT_S = 5.0

@@ -55,12 +55,12 @@ READ_THREADS = 64
 """Reads that may wait for the store at once. Others queue, and their deadline runs meanwhile."""
 
 RETRY_REFUSED_S = 0.5
-"""The kernel repeats a READ that failed at once if it had sent the READ ahead of a reader. So for
-this long after a read has missed its deadline, the next read of the same file fails at once;
+"""If a READ that the kernel has sent ahead of a reader fails, the kernel repeats it at once. So if
+a read has missed its deadline, the next read of the same file within this time fails at once;
 otherwise the reader would wait for two deadlines."""
 
 TIMED_OUT_MAX = 4096
-"""Files of which a missed deadline is remembered; beyond that all are forgotten."""
+"""The most files whose missed deadline is remembered; beyond that all are forgotten."""
 
 STATS_MAX_AGE_S = 1.0
 """`.diesel/stats` does not change for this long, so that a program that calls stat on it, opens and
@@ -127,7 +127,7 @@ class MountHooks:
     extra_stats: Callable[[], Mapping[str, object]] = dict
     """Further keys for `.diesel/stats`."""
     waits: Waits | None = None
-    """By default, waits are not grouped by process."""
+    """Counts waits, by default without groups of processes."""
 
 
 class Vfs:
@@ -181,7 +181,7 @@ class Vfs:
         return ABSENT if index < 0 else self.attributes(index + 1)
 
     async def lookup_hidden(self, folder: int, name: bytes) -> Attributes:
-        """As `lookup`, in `.diesel` and the folders below it. May wait."""
+        """As `lookup`, in `.diesel` and the folders below it."""
         with self._counted_wait(lookups=1):
             return await self._hidden.lookup(folder, name)
 
@@ -240,7 +240,7 @@ class Vfs:
     def resume_listing(self, folder: int, offset: int) -> tuple[int, int]:
         """Splits an offset in a listing into a base and the offset without it. Replies must add the
         base to all offsets of the folder. The base is 0 here; a file system of several versions
-        numbers its listings by it."""
+        numbers its switches in it."""
         return 0, offset
 
     def child_columns(self, folder: int, position: int, count: int) -> ChildColumns | None:
@@ -263,7 +263,7 @@ class Vfs:
         )
 
     async def hidden_listing(self, folder: int) -> Listing:
-        """All entries of `.diesel`, or a folder in it. May wait."""
+        """All entries of `.diesel`, or of a folder in it."""
         with self._counted_wait(lookups=1):
             return await self._hidden.listing(folder)
 
@@ -364,7 +364,7 @@ class Vfs:
     # errors and statistics -----------------------------------------------------------------------
 
     def errno_of(self, fault: BaseException, request: str, node: int) -> int:
-        """For any exception of a request: a bug never ends the mount."""
+        """The errno to reply after any exception of a request, so that no bug ends the mount."""
         if isinstance(fault, FuseErrno):
             return fault.errno
         name = self._describe_node(node)

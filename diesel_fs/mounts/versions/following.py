@@ -1,14 +1,14 @@
 """The file system of a FUSE mount that follows its dataset: several versions, one set of nodes.
 
 A node is FUSE's name for an inode number. Each version is a `Vfs` of its own, with its entries'
-indices + 1 as nodes; the mount's nodes are other numbers. At first these are those of the first
-version. An entry that is unchanged in a later version keeps its node, and every other entry gets a
-new number. So a node has one content for ever, and the kernel may keep that content.
+indices + 1 as nodes. The mount has other nodes, which equal these only for the first version. An
+entry that is unchanged in a later version keeps its node, and every other entry gets a new one. So
+a node has one content for ever, and the kernel may keep that content.
 
 This module counts how often the kernel got each node: a *retired* (earlier) version is served until
 the kernel knows none of its nodes any more.
 
-Concurrency: one trio task at a time, as in `tree/vfs.py`. Only `prepare` is for a thread.
+Concurrency: one trio task at a time, as in `tree/vfs.py`. Only `prepare` is called in a thread.
 """
 
 import errno
@@ -32,7 +32,7 @@ from .versioned_vfs import ReaderFactory, VersionedVfs, VersionVfs
 Nodes = npt.NDArray[np.uint64]
 
 SWITCH_SHIFT = 40
-"""In an offset of a listing, the bits from this one on are the number of the last switch that had
+"""In an offset of a listing, the bits from this one on are the number of the last switch that
 changed the folder. The bits below are the *place* of the next entry (`.` is 0, `..` is 1, child k
 is k + 2)."""
 
@@ -164,8 +164,8 @@ class FollowingVfs(VersionedVfs):
 
     def prepare(self, diff: SnapshotDiff, reader: ContentReader) -> Prepared:
         """Prepares `switch_version`. `diff.old` must be the current version; `reader` reads the new
-        one. For a thread: it takes a second for a million entries. Raises DieselError if there are
-        no node numbers left."""
+        one. Call it in a thread: it takes a second for a million entries. Raises DieselError if
+        there are no node numbers left."""
         before, was = self.current.numbers.nodes, diff.unchanged
         is_new = was < 0
         nodes = before[np.where(is_new, 0, was)]
@@ -184,8 +184,8 @@ class FollowingVfs(VersionedVfs):
         return Prepared(diff, reader, self.current.numbers, NodeNumbers(nodes), after, folders)
 
     def switch_version(self, prepared: Prepared, reopen: ReaderFactory) -> ContentReader:
-        """Makes names lead to the prepared version. Returns as `begin_version`, which also explains
-        `reopen`."""
+        """Makes names lead to the prepared version. `reopen` and the result: as for
+        `begin_version`."""
         diff = prepared.diff
         assert diff.old is self.snapshot, "the switch was prepared from another version"
         unchanged = np.flatnonzero(diff.unchanged >= 0)
@@ -249,7 +249,7 @@ class FollowingVfs(VersionedVfs):
                 self._stale_names.setdefault(folder, set()).update(names)
 
     def forget(self, node: int, count: int) -> None:
-        """A retired version of which the kernel knows no node any more ends."""
+        """Ends a retired version if the kernel knows none of its nodes any more."""
         if node >= HIDDEN_ROOT:
             super().forget(node, count)
             return
@@ -299,7 +299,7 @@ class FollowingVfs(VersionedVfs):
         return version.node(version.folder_parent(index + 1) - 1)
 
     def resume_listing(self, folder: int, offset: int) -> tuple[int, int]:
-        """The listing may have begun before a switch that has changed the folder."""
+        """As `Vfs.resume_listing`. A switch may have changed the folder since the listing began."""
         changed = self._changed_at_switch.get(folder, 0)
         begun, place = offset >> SWITCH_SHIFT, offset & _PLACE_MASK
         if begun != changed and place > _DOTS:
@@ -307,8 +307,8 @@ class FollowingVfs(VersionedVfs):
         return changed << SWITCH_SHIFT, place
 
     def _moved(self, folder: int, begun: int, place: int) -> int:
-        """A listing had come to child `place` after the switch `begun`. Returns the child at which
-        it goes on: the one after the last child before that which is still in the folder."""
+        """Returns the child at which a listing goes on that had come to child `place` after the
+        switch `begun`: behind the last of the listed children that is still in the folder."""
         for switch in sorted(self._moves):
             same_path, folders = self._moves[switch]
             if switch <= begun or folder not in folders:
@@ -337,7 +337,7 @@ class FollowingVfs(VersionedVfs):
         return version.read_nowait(index + 1, offset, size)
 
     async def read(self, node: int, offset: int, size: int) -> Bytes:
-        """A switch meanwhile changes nothing for a read that waits."""
+        """A switch does not affect a waiting read."""
         if node >= HIDDEN_ROOT:
             return await super().read(node, offset, size)
         version, index = self._locate(node)

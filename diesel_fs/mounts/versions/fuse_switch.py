@@ -1,9 +1,9 @@
 """Switches a FUSE mount to another version: its names stay, and lead to other nodes.
 
-Names begin to lead to the new version in one turn of the server's loop. Then the prefetch worker
-gives the new nodes (FUSE's word for inodes) those contents that the page cache has for the old
-ones, and notifies the kernel of changed names and folders (a thread here does, if there is no
-worker). Until then, the kernel uses the node that it remembers for a name, with the old bytes.
+In one turn of the server's loop, names begin to lead to the new version. Then the prefetch worker
+takes over the contents of unchanged files, which keep their nodes (FUSE's word for inodes), and
+notifies the kernel of changed names and folders. If there is no worker, a thread here notifies it.
+Until then, the kernel uses the node that it remembers for a name, with the old bytes.
 """
 
 import logging

@@ -4,8 +4,8 @@ The kernel keeps names, listings and attributes. After a switch it must drop:
 
 - in folders that still exist, the names of entries that are gone or changed, which lead to old
   nodes, and the names of new entries, which the kernel may remember as missing;
-- in folders that are gone, all names. The kernel keeps a name in use until its last user ends, and
-  with it the old version;
+- in folders that are gone, all names: the old version stays as long as the kernel has one. The
+  kernel keeps a name in use until its last user ends;
 - the listings and attributes of all these folders.
 
 Everything else stays; an open file keeps its inode, the old node.
@@ -29,7 +29,7 @@ from ...format.snapshot.reader import Indices, Snapshot
 from ..sessions import protocol
 
 NAMES_PER_STEP = 1024
-"""The sender may do something else after this many, which take 5 ms."""
+"""After this many names, which take 5 ms, the sender may do something else."""
 
 Nodes = npt.NDArray[np.uint64]
 
@@ -97,7 +97,7 @@ def invalidate_folder(device: int, node: int, names: Collection[bytes]) -> Itera
         if count % NAMES_PER_STEP == NAMES_PER_STEP - 1:
             yield
     # For each name the kernel took the folder's lock, so earlier listings have ended. Drop what
-    # they have left
+    # they have put into the cache
     _notify(device, protocol.invalidate_node(node))
 
 

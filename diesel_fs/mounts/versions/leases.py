@@ -2,7 +2,8 @@
 
 A lease is an object in the store (`repository/leases.py`), which keeps a purge from removing the
 chunks of a version. The mount has one for each version that it answers from; if it cannot write
-leases, it works without them. All methods access the store and may wait; one thread at a time.
+leases, it works without them. All methods access the store and may wait. One thread at a time calls
+them.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Switches a native mount to another version: another tree takes the place of the first.
 
-All look-ups meet the new tree from one moment on. Open files and working folders stay in the old
-tree; the old version ends when the kernel reports that none of them is in use any more. So the
-kernel need not be notified of changed names.
+All look-ups meet the new tree from one moment on, so the kernel need not be notified of changed
+names. Open files and working folders stay in the old tree; the old version ends when the kernel
+reports that none of them is in use any more.
 """
 
 import os

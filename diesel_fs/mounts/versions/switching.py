@@ -1,5 +1,6 @@
-"""The interface of switching a mount to another version of its dataset, for the two kinds
-`fuse_switch.py` and `native_switch.py`. `watcher.py` decides when to switch.
+"""The interface by which `watcher.py` switches a mount to another version of its dataset.
+
+`fuse_switch.py` and `native_switch.py` implement it for the two kinds of mounts.
 """
 
 from collections.abc import Mapping
@@ -21,9 +22,9 @@ class PreparedSwitch(Protocol):
         ...
 
     async def make(self, reopen: ReaderFactory) -> ContentReader:
-        """Makes names lead to the new version. `reopen` makes another reader of the version before;
-        the result is that version's reader until now (see `VersionedVfs.begin_version`). Raises
-        DieselError, and SwitchUnsupported; then nothing has changed."""
+        """Makes names lead to the new version. `reopen` and the result: as for
+        `VersionedVfs.begin_version`. Raises DieselError, and SwitchUnsupported; then nothing has
+        changed."""
         ...
 
     def message(self) -> Message:
@@ -48,7 +49,7 @@ class Switching(Protocol):
 
     def prepare(self, diff: SnapshotDiff, reader: ContentReader) -> PreparedSwitch:
         """Prepares the switch from the current version (`diff.old`) to another one, which `reader`
-        reads. For a thread. Raises DieselError."""
+        reads. Call it in a thread. Raises DieselError."""
         ...
 
     def attach_worker(self, push_status: int) -> None:

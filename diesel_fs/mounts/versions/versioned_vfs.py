@@ -24,8 +24,8 @@ ReaderFactory = Callable[[], ContentReader]
 
 
 RETIRED_READERS_MAX = 4
-"""Readers of retired versions that are open at once, unless more are reading. They share one sum of
-memory."""
+"""The most readers of retired versions that stay open, unless more are reading. They share the
+memory for retired versions."""
 
 
 class RetiredReaders:
@@ -51,8 +51,8 @@ class RetiredReaders:
 
 
 class LazyReader:
-    """The reader of a retired version. A read, which is rare there, opens the version's real reader
-    for a while."""
+    """The reader of a retired version. A read, which is rare there, opens the version's real
+    reader, which stays open for a while."""
 
     def __init__(self, open_reader: ReaderFactory, all_readers: RetiredReaders) -> None:
         self._open = open_reader
@@ -122,8 +122,8 @@ class VersionVfs(Vfs):
         self._is_needed = False
 
     def retire(self, reopen: ReaderFactory, others: RetiredReaders) -> ContentReader:
-        """Makes later reads open another reader by `reopen`. Returns the reader until now, which
-        the caller closes."""
+        """Makes later reads open another reader by `reopen`. Returns the present reader, which the
+        caller closes."""
         reader, self._reader = self._reader, LazyReader(reopen, others)
         return reader
 
@@ -159,8 +159,8 @@ class VersionedVfs(Vfs):
         return [self.snapshot, *(each.snapshot for each in self._retired)]
 
     def begin_version(self, new: VersionVfs, reopen: ReaderFactory) -> ContentReader:
-        """Makes `new` the current version, and retires the version before. Later reads of that open
-        a reader by `reopen`. Returns the reader that it had until now: close it after
+        """Makes `new` the current version, and retires the version before, whose later reads open a
+        reader by `reopen`. Returns the reader that it had until now: close it after
         `drain_retired`."""
         old_reader = self.current.retire(reopen, self._retired_readers)
         self._retired = self.current, *self._retired

@@ -49,10 +49,10 @@ POLL_INTERVAL_S = 5.0
 
 SWITCH_DELAY_S_MAX = 60.0
 """Each commit of a put makes a version, and a switch takes seconds with millions of entries. So a
-mount switches when no further version has appeared between two checks, or after this long."""
+mount switches when no further version has appeared between two checks, or after this time."""
 
 WORKER_DEADLINE_S = 15.0
-"""The worker may be fetching a chunk before it answers."""
+"""How long to wait for an answer of the worker, which may be fetching a chunk."""
 
 
 class VersionWatcher:
@@ -67,7 +67,7 @@ class VersionWatcher:
         on_switch: Callable[[Snapshot], None],
     ) -> None:
         """`memory_bytes` is for chunks of the current version, `retired_bytes` for those of all
-        retired versions together, of which only open files are read. `on_switch` is called in step
+        retired versions together: only their open files are read. `on_switch` is called in step
         3."""
         self._request = request
         self._source = source
@@ -101,7 +101,6 @@ class VersionWatcher:
 
     @property
     def _snapshots(self) -> list[Snapshot]:
-        """The current version's comes first."""
         return self._switching.vfs.snapshots
 
     def attach(self, switching: Switching) -> None:

@@ -1,9 +1,9 @@
 """Gives the kernel advice about pages (to drop or to read them) from a process of its own.
 
-So the prefetch worker pushes on meanwhile: dropping a small file from the page cache (open,
-fadvise, close) costs two thirds of the time of pushing one. The worker forks this process at the
-first advice, or earlier (`start`). The process ends when its pipe is closed, or with the worker.
-One thread uses an `AdviceProcess`.
+Meanwhile the prefetch worker goes on pushing: to drop a small file from the page cache (open,
+fadvise, close) takes two thirds of the time of a push. The worker forks this process at the first
+advice, or earlier (`start`). The process ends when its pipe is closed, or with the worker. One
+thread uses an `AdviceProcess`.
 """
 
 import logging
@@ -24,8 +24,8 @@ PIECE_PARTS = 256
 """A pipe's buffer holds several messages of this size."""
 
 PIECES_MAX = 8
-"""The most messages without an answer: their files may still be in memory, while the planner counts
-them as dropped."""
+"""The most messages without an answer. Their files may still be in memory, although the planner
+counts them as dropped."""
 
 END_S = 0.2
 
@@ -55,12 +55,11 @@ class AdviceProcess:
         """0 while there is no process."""
         self._pieces = self._answers = -1  # the pipes
         self.sent = 0
-        """How many pieces were sent."""
         self.done = 0
-        """How many pieces are done, or were lost with a process that was killed."""
+        """The number of pieces that are done, or were lost with a process that was killed."""
 
     def advise(self, advice: int, parts: Parts, on_progress: Callable[[], None]) -> None:
-        """Have the kernel advised soon, in the order of calls. While too many messages are
+        """Send advice, which the process gives in the order of calls. While too many messages are
         unanswered, this waits, and calls `on_progress` at each answer."""
         for start in range(0, len(parts), PIECE_PARTS):
             piece = parts[start : start + PIECE_PARTS]
@@ -87,8 +86,8 @@ class AdviceProcess:
             self._reap()
 
     def _reap(self) -> None:
-        """The next advice starts another process. What the killed one has not given is lost; the
-        kernel frees those pages when it needs room."""
+        """The next advice starts another process. Advice that the dead one had not given is lost;
+        the kernel frees those pages when it needs room."""
         os.close(self._pieces)
         os.close(self._answers)
         _, status = os.waitpid(self.pid, 0)
@@ -110,8 +109,8 @@ class AdviceProcess:
         self.pid = 0
 
     def start(self) -> None:
-        """The process keeps a copy of all memory that the worker changes later, so the earlier it
-        starts, the less it takes."""
+        """The process keeps a copy of all memory that the worker changes later, so an earlier start
+        costs less."""
         if self.pid:
             return
         pieces, self._pieces = os.pipe2(os.O_CLOEXEC)
@@ -143,8 +142,7 @@ def _serve(advise: Advise, pieces: int, answers: int) -> None:
 
 
 def _close_all_but(*open_files: int) -> None:
-    """The connection to the kernel must end with the worker, although this process may still
-    run."""
+    """This process may outlive the worker, and must not keep the connection to the kernel open."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in open_files:
             with suppress(OSError):

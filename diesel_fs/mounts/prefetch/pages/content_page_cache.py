@@ -38,21 +38,21 @@ STAGING_DIVISOR = 16
 """The staging area is a sixteenth of the memory for pages; the planner has the rest."""
 
 CONTENTS_MAX = 256
-"""A write has at most this many: each takes two of its 1,024 pieces (itself and its padding). More
-make a write no more efficient."""
+"""The most contents of one write. Each takes two of the write's 1,024 pieces (itself and its
+padding). More would make no write more efficient."""
 
 TAKEN_BYTES = 1 << 20
 """About how much one batch takes over from the files of another version."""
 
 LOOK_S, LOOK_DIVISOR = 0.05, 50
-"""The least time between two looks at how much READs have brought. The kernel walks over all pages
-at each look, so looks take at most a fiftieth of the time."""
+"""The least time between two counts of the pages that READs have brought. The kernel walks over all
+pages at each, so these counts take at most a fiftieth of the time."""
 
 GAPS_MAX = 4096
 """The most ranges outside the staging area that one sweep drops, which takes a millisecond."""
 
 QUIET_S = 0.1
-"""When no READ has come for this time, all pages that READs have brought are dropped."""
+"""If no READ has come for this time, all pages that READs have brought are dropped."""
 
 NEIGHBOURS = 3
 """If one of this many files on each side of a missed file is not resident, the kernel has probably
@@ -83,8 +83,7 @@ class ContentTarget:
 
 @dataclass(slots=True)
 class ReadPages:
-    """The pages of the content file that READs have brought. The files that were read have
-    copies."""
+    """The pages of the content file that READs have brought; the files themselves have copies."""
 
     content: int  # a descriptor
     has_reads: bool = False  # there may be such pages
@@ -135,7 +134,7 @@ class ContentPageCache(PageCache):
         self._is_known = np.zeros(len(snapshot), np.bool_)  # pushed at some time
         self._is_wanted = np.zeros(len(snapshot), np.bool_)  # pushed and not dropped since
         self._read_pages = ReadPages(content.descriptor)
-        self._process.start()  # all that is pushed is settled, or dropped
+        self._process.start()  # it will be needed: all pushed pages are settled or dropped
 
     def _adviser(self, files: MountFiles) -> Advise:
         content = self._content.descriptor
@@ -156,7 +155,7 @@ class ContentPageCache(PageCache):
         to `take_contents`: the tree of each version is a file system of its own."""
         assert isinstance(old, ContentPageCache)
         kept = np.full(len(diff.new), -1, np.int32)
-        self._read_pages.has_reads = True  # so that all other pages are dropped
+        self._read_pages.has_reads = True  # `sweep` then drops all pages that are not staged
         if old._image.chain != self._image.chain:
             return kept
         entries = np.flatnonzero(diff.unchanged >= 0)

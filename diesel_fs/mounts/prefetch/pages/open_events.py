@@ -32,7 +32,7 @@ class OpenEvents:
         self._entry_of: dict[int, int] = {}  # by watch
 
     def watch(self, entries: Iterable[int]) -> None:
-        """A file that cannot be watched, or kept open, is left out of `read`, or of `files`."""
+        """`read` leaves out a file that cannot be watched, `files` one that cannot be opened."""
         entries = list(entries)
         if self._keeps_files_open:
             for entry in entries:

@@ -38,7 +38,7 @@ _STORES = np.dtype(
         "itemsize": STORE.size,
     }
 )
-"""The head of a NOTIFY_STORE, for many at once (`STORE` in `protocol.py` has the same layout)."""
+"""The heads of many NOTIFY_STOREs at once (`STORE` in `protocol.py` has the same layout)."""
 _PACKED_STORE = np.dtype((np.void, STORE.size))
 
 
@@ -93,7 +93,7 @@ class PageCache(ABC):
 
     @abstractmethod
     def drop(self, entries: npt.NDArray[np.uint32], on_progress: Callable[[], None]) -> None:
-        """Have the pages of files dropped soon. If this has to wait, it calls `on_progress` now and
+        """Have the pages of files dropped soon. While this waits, it calls `on_progress` now and
         then."""
 
     def resident_bytes(self, entry: int) -> int:
@@ -181,8 +181,8 @@ class FusePageCache(PageCache):
                 self._make_folder_known(parents[first[at]])
 
     def store(self, batch: ExtentBatch) -> list[int]:
-        """Returns the places of files that the kernel does not know. It may have forgotten files
-        since their names were made known: these are looked up and stored once more."""
+        """Returns the places of files that the kernel does not know. If it has forgotten files
+        since `prepare`, these are looked up and stored once more."""
         absent = []
         for at in self._store(batch):
             with suppress(OSError):

@@ -41,8 +41,8 @@ class StagingArea:
         self.pages = np.zeros(len(sizes), np.uint32)  # staged pages, by entry
         self.is_settling = np.zeros(len(sizes), np.bool_)  # whether some part is, by entry
         self.queue: deque[Staged] = deque()  # oldest first
-        # The batches that are being settled, each with the number of the process's last piece of
-        # work for it
+        # The batches that are being settled, each with the number of the last piece of work that
+        # the advice process does for it
         self._settling: deque[tuple[int, Staged]] = deque()
 
     def add(self, staged: Staged) -> None:

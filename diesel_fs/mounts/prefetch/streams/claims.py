@@ -38,8 +38,8 @@ class Claims:
         apart."""
         capacity = self.order.capacity
         if self.slack < 0:
-            # An eighth of the share: a quarter of a group of chunks that takes half of the share,
-            # so that the next group still fits the rest
+            # At most an eighth of the share, which is a quarter of a group of chunks if that takes
+            # half of the share: the next group still fits the rest
             self.slack = min(self.order.stream.lag_entries or lag, capacity // 8)
         self.slack = min(self.slack, capacity // SLACK_DIVISOR)
 
@@ -52,8 +52,8 @@ class Claims:
     def claim(
         self, state: StreamEpoch, positions: Positions, markers: Sequence[tuple[int, int]]
     ) -> None:
-        """Claim positions of an epoch. `markers` are the markers among them, as position in the
-        stream and entry; they need watches."""
+        """`markers` are those among the positions of the epoch, as position in the stream and
+        entry; they need watches."""
         state.claimed[positions] = state.was_claimed[positions] = True
         self.watched.add(markers)
 
@@ -117,7 +117,7 @@ class Claims:
         return np.concatenate(released)
 
     def lower_floor(self, position: int) -> None:
-        """Note that the reader has gone back. Units are cut again from there on; claims ahead
+        """Note that the reader has gone back. Units are cut again from `position` on; claims ahead
         stay."""
         epochs = self.order.epochs
         self.floor = max(position, epochs[0].base if epochs else position)

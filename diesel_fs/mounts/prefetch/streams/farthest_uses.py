@@ -14,7 +14,7 @@ from .stream_order import StreamEpoch
 from .stream_tracker import StreamTracker
 
 PIECE_POSITIONS = 4_096
-"""Positions that are looked at together. Most of their files are not resident."""
+"""Positions that are offered together. Most of their files are not resident."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class FarthestUses:
 
     def next(self) -> Entries | None:
         """The entries at the next positions, the farthest first; None if all have been offered.
-        Readers may come to some of them sooner elsewhere. An entry may occur twice."""
+        Readers may come to some of them sooner, at other positions. An entry may occur twice."""
         found = self._farthest()
         if found is None:
             return None

@@ -10,15 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 LATE_DECAY = 0.95
-"""Applied if a push took the predicted time: the contents may have come earlier, which cannot be
-seen."""
+"""A factor for the lateness if a push took the predicted time: the contents may have come earlier,
+which cannot be seen."""
 
 
 @dataclass(slots=True)
 class Lateness:
     """`s_per_byte`: seconds that each byte takes longer than predicted; negative if contents come
-    earlier. It is the median of the last three pushes that took another time than predicted: one
-    alone may have waited behind the reads of other streams, or while the machine was busy."""
+    earlier. It is the median of the last three pushes that took another time than predicted, since
+    a single one may have waited for the reads of other streams or a busy machine."""
 
     _last: tuple[float, float, float] = (0.0, 0.0, 0.0)
 

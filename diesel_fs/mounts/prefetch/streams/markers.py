@@ -49,8 +49,8 @@ class Markers:
             self.opened[self.number(position)] = True
 
     def open_before(self, position: int) -> None:
-        """Count the markers before a position as opened. The epoch's last one may be left out,
-        since each counts as lying at its number times `MARKER_STRIDE`."""
+        """Count the markers before a position as opened. The epoch's last marker may be left out:
+        each counts as lying at its number times `MARKER_STRIDE`."""
         self.opened[: max(-(-position // MARKER_STRIDE), 0)] = True
 
     def move_to(self, position: int) -> None:

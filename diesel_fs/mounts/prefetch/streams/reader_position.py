@@ -24,7 +24,7 @@ LAG_ENTRIES_MAX = 65_536
 """If its workers seem further apart, a reader does not follow the order."""
 
 BATCHES_IN_FLIGHT = 32
-"""What a DataLoader is assumed to read at once: 16 workers, 2 batches prefetched by each."""
+"""Batches that a DataLoader is assumed to read at once: 16 workers prefetch 2 each."""
 
 SIGNS_MIN = 3
 """A single sign may come from another program. Three near each other mean that the reader is there
@@ -49,12 +49,11 @@ SILENT_S = 600.0
 """A reader without a sign for this time may have been killed; no version switch waits for it."""
 
 LAST_READS_S = 10.0
-"""The same for a reader that has opened the last file of its order; files before that may
-follow."""
+"""The same for a reader that has opened the last file of its order; it may yet open others."""
 
 STALE_S = 0.5
-"""Opens reach the planner at once, reports of the reader's program within this time: it sends one
-each 0.1 s, and the worker looks for them each 0.2 s while it waits for a store."""
+"""The greatest age of a report of the reader's program: it sends one each 0.1 s, and a worker that
+waits for a store takes them each 0.2 s. Opens reach the planner at once."""
 
 RATE_PERIOD_S = 0.1
 """The rate is measured over at least this time, because events come in bursts."""
@@ -158,8 +157,9 @@ class ReaderPosition:
         return part < (1 + chance) / 2 or chance ** len(nearby) > CHANCE_MAX
 
     def late_reads_near(self, position: int) -> list[int]:
-        """Note a READ for a position before all claims. Returns the late READs near it, its own
-        among them, if they show that the reader or a worker of it is there; otherwise none."""
+        """Note a READ for a position before all claims. Returns the positions of the late READs
+        near it, with its own, if they show that the reader or a worker of it is there; otherwise
+        none."""
         self.late_reads.append(position)
         nearby = [other for other in self.late_reads if abs(other - position) <= MARKER_STRIDE]
         is_enough = len(nearby) >= SIGNS_MIN and 2 * len(nearby) >= len(self.late_reads)
@@ -183,9 +183,9 @@ class ReaderPosition:
         return not self.tentative and self.low < self.order.end and not is_silent
 
     def has_workers_ahead(self, position: int, floor: int) -> bool:
-        """Whether a reader at a position may have workers that have read up to `high`. There are no
-        claims before `floor`. A report may be `STALE_S` old, so a position a little before it is
-        believed."""
+        """Whether a reader that reports a position may have workers that have read up to `high`.
+        There are no claims before `floor`. A report may be `STALE_S` old, so it may be that much
+        farther behind `high`."""
         lag = self.order.stream.lag_entries
         if not lag:
             return max(floor, self.high) <= position <= self.high
@@ -218,7 +218,8 @@ class ReaderPosition:
         self.last_sign_s, self.tentative, self.is_reported = now_s, False, True
 
     def note_replaced(self, start: int, floor: int) -> None:
-        """Nothing from `start` on has been read. There were no claims before `floor`."""
+        """Note that the order from `start` on is another one, and unread. There were no claims
+        before `floor`."""
         if self.high > start:
             self.high = max(start, floor)
         self.low = min(self.low, self.high)

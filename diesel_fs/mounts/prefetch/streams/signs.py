@@ -25,8 +25,8 @@ def note_open(streams: Streams, watches: Watches, entry: int, now_s: float) -> N
         positions = [position for user, position in users if user == name]
         nearest = min(positions, key=lambda position: abs(position - high))
         if abs(nearest - high) <= least + MARKER_STRIDE:
-            # The order may have the file before the marker, too: the end of an epoch may have one
-            # of the first files of the next. The reader comes to that place first
+            # The order may have the file at an earlier place, too, to which the reader comes first:
+            # the end of an epoch may have a file that is a marker at the start of the next
             first, _ = found[name]
             tracker.reader.note_open(first if high <= first < nearest else nearest, now_s)
 
@@ -50,9 +50,8 @@ def nearest_stream(streams: Streams, entry: int) -> tuple[StreamTracker | None, 
 def stream_of_read(
     streams: Streams, entry: int, now_s: float, *, is_sure: bool
 ) -> tuple[StreamTracker | None, int]:
-    """As `nearest_stream`, if the READ probably belongs to that stream: then it is a sign of the
-    reader. `is_sure`: a reader surely wanted the entry; otherwise the kernel may have read ahead.
-    """
+    """Return `nearest_stream` if that stream's reader probably made the READ, which is then noted
+    as a sign; otherwise None and -1. `is_sure`: as in `ReaderPosition.note_read`."""
     tracker, position = nearest_stream(streams, entry)
     if tracker is None:
         return None, -1

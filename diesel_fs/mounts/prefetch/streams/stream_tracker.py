@@ -38,13 +38,14 @@ from .units import Columns
 from .units_ahead import NextUnit, UnitsAhead
 
 RESTART_S = 5.0
-"""If a reader has not advanced for this time, several READs behind its claims mean that it was
+"""If a reader has not advanced for this time, several READs before its claims mean that it was
 started again there."""
 
 HORIZON_S, HORIZON_ENTRIES_MIN = 0.1, 2 * MARKER_STRIDE
 """The *horizon*: files that the reader comes to within this time, or this number of positions, are
-pushed even if other files that will be read again must be dropped for them. The time hides that a
-push takes some milliseconds; contents are fetched long before (`PrefetchPlanner.upcoming`)."""
+pushed even if other files that will be read again must be dropped for them. The time is enough for
+a push, which takes some milliseconds; contents are fetched long before
+(`PrefetchPlanner.upcoming`)."""
 
 HORIZON_DIVISOR, HORIZON_DIVISOR_UNREPORTED = 32, 4
 """The horizon takes at most this part of the stream's memory: memory that holds files ahead does

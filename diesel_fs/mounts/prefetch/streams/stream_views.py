@@ -17,7 +17,7 @@ from .stream_tracker import StreamTracker
 
 STILL_S = 60.0
 """If a reader has given no sign for this time while others go on, its stream is *still*: it gives
-up its memory. The stream of a validation set is still between two validations in many runs; one
+up its memory. In many runs the stream of a validation set is still between two validations; one
 miss ends that."""
 TENTATIVE_S = 600.0
 """A tentative stream (a program has read its list of files, but none of the files) is withdrawn

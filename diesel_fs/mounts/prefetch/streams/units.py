@@ -24,8 +24,7 @@ Positions = npt.NDArray[np.int32]
 PAGE_BYTES = 4_096
 
 MIXED_ENTRIES = 256
-"""Entries of a mixed unit: enough to spread the cost of a decision, few enough to be fetched
-soon."""
+"""Entries of a mixed unit: enough to share the cost of a decision, few enough to arrive soon."""
 
 LOGGED_ENTRIES = 2_048
 """The same if an order log (`cache/order_logs/`: an epoch's files on a disk, in its order) has the
@@ -37,11 +36,11 @@ ms each bring 200 MB/s."""
 
 UNIT_ENTRIES_MIN, UNIT_BYTES_MIN = 8, 1 << 18
 """A chunk of which an epoch reads fewer entries and fewer bytes gets no unit of its own: that would
-cost as many decisions and fetches as a large unit."""
+cost as much as a large unit, a decision and a fetch."""
 
 FREE_DIVISOR = 4
-"""Free memory for less than a quarter of an epoch takes no whole chunks of a random order: they
-would save few requests, and take memory from the files that are read next."""
+"""If the free memory holds less than a quarter of an epoch, no whole chunks of a random order are
+pushed there: they would save few requests, and take memory from the files that are read next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +119,9 @@ def cut(
 
     A chunk is one unit if the bytes from its first to its last position are at most three quarters
     of the share. So in a chunk-wise order each chunk is fetched once if two groups of the shuffle
-    fit the share. Further chunks, the soonest read first, are units if they fit three quarters of
-    the free memory together, and that could hold more than a `FREE_DIVISOR`th of the epoch: there
-    they lie until they are read, and each is one request to the store. All other positions go into
+    fit the share. Further chunks, the soonest read first, are units if together they fit three
+    quarters of the free memory, and that could hold more than a `FREE_DIVISOR`th of the epoch: they
+    stay until they are read, and each is one request to the store. All other positions go into
     mixed units, which take at most about an eighth of the share. Without `by_chunk` (an order log
     has the epoch) all units are mixed, and larger."""
     count = len(positions)

@@ -49,7 +49,7 @@ class UnitsAhead:
     reader: ReaderPosition
     claims: Claims
     is_logged: Callable[[Entries], bool] = never_logged
-    free_bytes: int = 0  # whole chunks may be pushed there
+    free_bytes: int = 0  # the stream's part of the free memory, for whole chunks
 
     def frontier(self, share_bytes: int) -> int | None:
         """The next position to claim; None if all announced epochs are claimed or read. Cuts orders
@@ -104,9 +104,8 @@ class UnitsAhead:
 
     def urgent(self, ahead_s: float) -> NextUnit | None:
         """The next unclaimed files in the reader's order, at most 256, among those to which it
-        comes within `ahead_s` seconds (among 512 at least); None if there are none, if they are
-        small, or if the unit at the frontier has them anyway. Call this after `frontier` has
-        returned a position."""
+        comes within `ahead_s` seconds (or the next 512, if these are more); None if there are none,
+        if they are small, or if the unit at the frontier has them anyway."""
         state, queue = self._at_frontier()
         ahead = max(int(self.reader.rate * ahead_s), 2 * MIXED_ENTRIES)
         ahead = min(ahead, self.order.capacity // URGENT_DIVISOR)

@@ -9,7 +9,7 @@ import numpy as np
 from ....orders.plan import Entries
 
 MARKERS_MAX = 2_048
-"""The most watches of all streams: a quarter of the lowest limit that kernels set for a user."""
+"""The most watches of all streams together: a quarter of the lowest limit for a user."""
 
 
 @dataclass(slots=True)
