@@ -22,6 +22,7 @@ import mmap
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
@@ -122,6 +123,7 @@ class PushStatusMap:
         self.stuck_at = -1
         """The count of progress at which a hold was given up."""
         self._marked = NO_ENTRIES
+        self._holds: Counter[int] = Counter()  # the server's, by entry
 
     # for the worker
 
@@ -223,6 +225,7 @@ class PushStatusMap:
             return None
         read = wanted()
         held = HeldRead(self, entry, -1 if read is None else self._take_slot(entry, read), read)
+        self._holds[entry] += 1
         self._being_read[entry] = 1
         if self._soon_seen[entry] == _NOW:  # the worker may not have seen the mark
             held.end()
@@ -240,7 +243,10 @@ class PushStatusMap:
     def end_hold(self, entry: int, slot: int) -> None:
         if slot >= 0:
             self._held["entry"][slot] = 0
-        self._being_read[entry] = 0
+        self._holds[entry] -= 1
+        if not self._holds[entry]:
+            del self._holds[entry]
+            self._being_read[entry] = 0
 
     def is_soon(self, entry: int) -> bool:
         return self._soon_seen[entry] != 0

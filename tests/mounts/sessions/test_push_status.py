@@ -67,10 +67,12 @@ def is_held(server: PushStatusMap, entry: int) -> bool:
 def test_the_worker_leaves_out_entries_whose_READ_is_held() -> None:
     server, worker = both_sides()
     worker.mark_soon(np.array([4, 5, 6], np.uint32))
-    held = hold(server, 5)
+    held, other = hold(server, 5), hold(server, 5)
     entries = np.array([4, 5, 6])
     assert worker.mark_now(entries).tolist() == [False, True, False]
     held.end()
+    assert worker.mark_now(entries).tolist() == [False, True, False], "another READ still waits"
+    other.end()
     assert not worker.mark_now(entries).any()
 
 
