@@ -220,7 +220,7 @@ def store_bytes(bench: Workbench) -> list[Row]:
             run = partial(ground.counted, memory_bytes, setting.step_s)
             rounds = repeat(min(bench.rounds, 3), run)
         name = (
-            f"dlcmd run, {wanted.files:,} files of {wanted.file_bytes:,} bytes,"
+            f"plans of dlcmd run, {wanted.files:,} files of {wanted.file_bytes:,} bytes,"
             f" --memory {setting.memory_bytes / 1e6:.0f} MB"
         )
         later, first = f"{name}, later epochs", f"{name}, first epoch"
@@ -256,7 +256,7 @@ def overhead(bench: Workbench) -> list[Row]:
                 sides = {OURS: partial(run, step_s, *LAUNCHED), PLAIN: partial(run, step_s)}
                 rounds = alternate(bench.rounds, sides)
                 progress(f"{mount.counts().reads - before:,} READs in all")
-                name = f"dlcmd run, {D4.name} in memory, steps of {1e3 * step_s:.0f} ms"
+                name = f"plans of dlcmd run, {D4.name} in memory, steps of {1e3 * step_s:.0f} ms"
                 note = f"the median epoch from number {OVERHEAD_FROM + 1} on, {WORKERS} workers"
                 targets = {PLAIN: at_most(OVERHEAD_MAX)}
                 rows += against(rounds, name, SECONDS, targets, note)
