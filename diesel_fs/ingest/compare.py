@@ -196,7 +196,7 @@ class Comparer:
 
 
 def same_file_content(view: Snapshot, index: int, folder: int, name: bytes) -> bool:
-    """Compares checksums. `folder` is the descriptor of the local file's folder. Raises OSError."""
+    """Compares checksums. `folder` is a descriptor of the local file's folder. Raises OSError."""
     file = open_file(folder, name)
     try:
         return same_content(view.extents(index), partial(os.pread, file))

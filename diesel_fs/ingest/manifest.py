@@ -1,7 +1,7 @@
 """Checks and stores the manifest of a put, after the files that it names.
 
-The form of a manifest is checked before anything is put (`sources/manifest_file.py`), but whether
-the dataset has the named files is known only afterwards. The manifest becomes the file
+`sources/manifest_file.py` checks its form before anything is put. Whether the dataset has the named
+files is known only afterwards. The manifest becomes the file
 `MANIFEST_NAME` in the folder to which the source went.
 """
 

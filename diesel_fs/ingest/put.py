@@ -37,7 +37,7 @@ class Source(ABC):
     `close` in any case."""
 
     shadowed_reason = ""
-    """Why a file is left out whose path is also a folder of the source; empty if a source cannot
+    """Why a file is left out if its path is also a folder of the source; empty if a source cannot
     have both."""
 
     _work: PutWork

@@ -320,7 +320,7 @@ class WorkerHandle:
             raise self.death_reason() from None
 
     def death_reason(self) -> DieselError:
-        """The error that the ended process sent, if it sent one."""
+        """The error that the ended process sent, or a general one."""
         with suppress(EOFError, OSError):
             while True:
                 kind, *values = msgpack.unpackb(self.pipe.recv_bytes())

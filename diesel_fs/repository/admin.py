@@ -1,7 +1,7 @@
 """Administers accounts: by direct access to the repository, or through a server.
 
-Each change is checked and made in one atomic step, so a user who has just lost a right cannot use
-it, and after a change through a server at least one user can administer. Any thread.
+Each change is checked and made in one atomic step, so a lost right cannot be used any more, and
+after a change through a server at least one user can administer. Any thread.
 """
 
 from abc import ABC, abstractmethod

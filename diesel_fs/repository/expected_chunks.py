@@ -435,7 +435,7 @@ def find_unknown_chunks(
 ) -> UnknownChunks:
     """The chunks that the metadata store lacks.
 
-    An unknown chunk that is older than the put window is an orphan: no put will commit it. A
+    An unknown chunk older than the put window (PUT_WINDOW_S) is an orphan: no put will commit it. A
     younger one belongs to a put under way, unless a published snapshot names it. During a purge,
     only chunks in a published snapshot count, since a purge makes the metadata forget chunks before
     it deletes them. `needs_repair`: the metadata store may have lost its last commits in a restart,

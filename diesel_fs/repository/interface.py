@@ -76,7 +76,7 @@ MAX_UNUSED_PPM = 50_000
 """A purge rewrites a chunk if more of it is unused, in parts per million (5 %)."""
 
 AS_POLICY = -1
-"""As `keep` or `grace_s` of a purge: the number in the dataset's retention policy counts."""
+"""A value of `keep` or `grace_s`: the number in the dataset's retention policy counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 FORMAT.md, section 6, has the rules. A thread of the holder renews a lease. A purge keeps the
 versions in readers' leases, and itself holds a lease that only one process can hold. If a reader
-cannot write its lease, only the grace period protects it, in which versions stay after they were
-current. In a forked child, a `ReadLease` does nothing.
+cannot write its lease, only the grace period protects it: the time that a version stays after it
+was current. In a forked child, a `ReadLease` does nothing.
 """
 
 import json
@@ -44,7 +44,7 @@ RENEW_S = 150.0
 """Three renewals may fail before the lease is over."""
 
 LEASE_ALLOWANCE_S = 300.0
-"""The largest difference between the clocks of two hosts."""
+"""The largest allowed difference between the clocks of two hosts."""
 
 CLOCK_AHEAD_S_MAX = LEASE_ALLOWANCE_S
 """A purge's host may be ahead of the object store's clock by this much."""
@@ -116,8 +116,8 @@ class Lease:
 
     @property
     def holder_is_dead(self) -> bool:
-        """False if that is not known: it is known only of a process of this boot and this PID
-        namespace."""
+        """Always False for a process of another boot or PID namespace, about which nothing is
+        known."""
         return (self.host, self.boot, self.space) == _process_namespace() and not is_alive(self.pid)
 
 

@@ -1,8 +1,8 @@
-"""Records the archives that the entries of a dataset came from, for each archive and target folder.
+"""Records of the archives that were put into a dataset, one for each archive and target folder.
 
 With a record, a put skips an archive that was put before (DLCache, section III-C.1), if the dataset
-still has the archive's content. A lost record only means that the archive is fetched again and its
-members are compared one by one.
+still has the archive's content. If a record is lost, the archive is fetched again and its members
+are compared one by one.
 """
 
 import hashlib

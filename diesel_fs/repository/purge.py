@@ -176,7 +176,7 @@ class _Purge:
         try:
             before = read_retention_policy(self._objects, self._identity)
         except CorruptError:
-            if options.keep < 0:  # else it is written anew
+            if options.keep < 0:  # otherwise the policy is written anew
                 raise
         known = before or RetentionPolicy()
         keep = known.keep if options.keep < 0 else options.keep
@@ -419,7 +419,7 @@ class _Purge:
         now_s = time.time()
         leased = leased_versions(self._objects, self._identity, now_s)
         now_us = int(now_s * 1e6)
-        # A dry run plans with the version that the purge would publish
+        # A dry run assumes the version that the purge would publish
         planned = {now_us: now_us} if self._planned else {}
         versions = self._expire(leased, planned)
         deletable = DeletableChunks(self._versions, self._identity, empty, now_us)

@@ -57,8 +57,8 @@ GRACE_S_MAX = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """A purge must leave the last `keep` versions, and each for `grace_s` seconds after it was
-    current. `grace_s` counts only if it is longer than GRACE_S."""
+    """A purge must leave the last `keep` versions, and every version for `grace_s` seconds after it
+    was current. `grace_s` counts only if it is longer than GRACE_S."""
 
     keep: int = 0
     grace_s: int = 0

@@ -20,8 +20,8 @@ from ..storage.metadata.store import COMMIT_LOCK_S_MAX, CommitBatch, MetadataSto
 from ..storage.objects.store import ObjectStore
 
 PUT_WINDOW_S = 3600
-"""The longest time from a chunk's sealing to its commit, and so how far before its `since_s` a
-recovery must look."""
+"""The longest time from a chunk's sealing to its commit. A recovery also reads chunks that are
+older than its `since_s` by this."""
 
 CLOCK_ALLOWANCE_S = 300
 """The most that an ID may be ahead of the metadata store's clock. It is small because all later IDs

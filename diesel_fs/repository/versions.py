@@ -73,8 +73,8 @@ class VersionStore(PublishedVersions):
 
     def published(self, identity: UUID) -> dict[int, int]:
         """The published versions, ascending, and the time at which each was published (us since
-        1970): its own, or that of its object if later. The commits of a killed put are published by
-        the next put, and until then readers use the version before."""
+        1970): the later of the version's own time and its object's. The next put publishes a
+        killed put's commits; until then readers use the version before."""
         published = {}
         for info in self._objects.list(snapshot_prefix(identity)):
             version = version_of_object(info.name)

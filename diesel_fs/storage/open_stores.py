@@ -17,7 +17,7 @@ METADATA_FILE = "meta.sqlite"
 """The SQLite file of a repository in a folder, beside the objects."""
 
 ObjectsOpener = Callable[[RepositoryUrl, bool], ObjectStore]
-"""With True it makes a store if there is none."""
+"""If the second argument is True, it makes a missing store."""
 
 
 def _folder(url: RepositoryUrl, create: bool) -> ObjectStore:

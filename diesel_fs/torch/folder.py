@@ -59,8 +59,8 @@ class FolderSamples:
 
 @dataclass(frozen=True, slots=True)
 class ManifestSamples:
-    """The samples of a manifest, in its order. `broken` and `linked` are empty: they are there for
-    code that takes either class."""
+    """The samples of a manifest, in its order. `broken` and `linked` are empty, for code that takes
+    either class."""
 
     classes: list[str]
     """The different targets, as text."""

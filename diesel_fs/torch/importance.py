@@ -62,8 +62,7 @@ _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _JOB_NAME_MAX, _BENEFIT_MAX = 64, 1e3  # the limits of a mount
 
 _PENDING_MAX = 1 << 16
-"""This many reported values are copied from their device together, since each copy waits for the
-device."""
+"""This number of reported values is copied from the device at once: each copy waits for it."""
 
 _Batch = TypeVar("_Batch", covariant=True)
 Numbers: TypeAlias = "Tensor | npt.NDArray[np.int64] | Sequence[int]"

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
 TUNE_EVERY = 50
-"""The batches between two decisions on the number of workers: enough that few averages include a
-start of workers."""
+"""The batches between two decisions on the number of workers: few averages then include a start
+of workers."""
 
 _PAUSE_FACTOR = 10
 """A time from a batch to the loop's next request that exceeds this many times the median counts as

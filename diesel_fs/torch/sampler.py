@@ -42,7 +42,7 @@ class EpochPlace:
     partitions: tuple[Partition, ...] = ()
     """The earlier divisions of this epoch among another number of ranks, if the run has resumed."""
     position: int | None = 0
-    """The position in this rank's part of the samples that those left; None: not known."""
+    """The position in this rank's part of the samples that `partitions` left; None: not known."""
 
 
 class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips torch
@@ -85,7 +85,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self._diesel_dataset = dataset if isinstance(dataset, DieselDataset) else None
         self._next: EpochPlace | None = None  # the start of the next iteration; None: the beginning
         self._last: _Iteration | None = None  # the iteration that began last in this epoch
-        self._has_set_epoch = True  # False: not since a state was loaded
+        self._has_set_epoch = True  # False after a state was loaded
         self._warned: list[str] = []
 
     def set_epoch(self, epoch: int) -> None:

@@ -22,8 +22,7 @@ HEADROOM = 0.1
 the loop waits at each slow batch."""
 
 SHRINK_HEADROOM = 0.25
-"""The same for fewer workers than now. It is larger, or the number would follow the noise of the
-measurements."""
+"""The same for fewer workers than now. It is larger, so that noise does not change the number."""
 
 NEARLY = 0.95
 """The fraction of the highest rate that counts as nearly reaching it."""

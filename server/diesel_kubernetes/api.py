@@ -44,7 +44,7 @@ def api_errors() -> Iterator[None]:
 
 
 def image_in_pod(client: Client, pod: str, container: str) -> str:
-    """A program gives the pods that it makes the image of its own pod. Raises ConfigError if there
+    """The image of a container, for pods that the program in it makes. Raises ConfigError if there
     is no such container, and the errors of `api_errors`."""
     with api_errors():
         found = client.get(Pod, pod)

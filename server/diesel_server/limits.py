@@ -51,9 +51,9 @@ GREETING_MAX = 1024
 """Connections before their login, from everywhere."""
 
 GREETING_PER_NETWORK_MAX = 256
-"""Connections of one network before their login: enough for the processes of a node, which all
-start at once and log in within milliseconds. Beyond it, a random one of these is closed, so that a
-client that connects again and again does not keep out users with a key."""
+"""Connections of one network before their login: enough for the processes of a node, which start at
+once and log in within milliseconds. Beyond it, a random one of them is closed, so that a client
+that connects all the time does not keep out users with a key."""
 
 REFUSING_S = 2.0
 
@@ -125,7 +125,7 @@ class Rate(NamedTuple):
 
 
 class RateLimiter:
-    """Counts events by key. Beyond `keys_max` keys, the longest silent one is forgotten."""
+    """Counts events by key. Beyond `keys_max` keys, the one silent for longest is forgotten."""
 
     def __init__(
         self, rate: Rate, clock: Callable[[], float], keys_max: int = RATE_KEYS_MAX

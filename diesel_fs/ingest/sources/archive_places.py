@@ -4,7 +4,7 @@ rules).
 The tag of an archive is the server's ETag; if that is missing or weak, the time of the last change.
 If an answer has another ETag, time or length than the first one, the archive has changed, and
 nothing more of it is taken. Redirections are followed, but never from https to http. If a server
-sends parts, several are requested at once; whole files cannot be resumed.
+sends ranges of bytes, several are requested at once; otherwise a broken transfer is not resumed.
 """
 
 import email.utils

@@ -1,6 +1,6 @@
 """Objects of a bucket as the source of a put (`ingest/README.md` has the rules).
 
-The listing begins before a dataset is created: if it fails, no empty dataset is left. mtimes are
+The listing begins before a dataset is created, so a failure leaves no empty dataset. mtimes are
 the times of writing. One thread lists and packs; `FETCHES` others fetch pieces, which are packed in
 order.
 """

@@ -36,7 +36,7 @@ _READ_BYTES = 1 << 20
 
 
 class TrailingBytes(OSError):
-    """Bytes of another kind stand behind the compressed ones, all of which have been read."""
+    """Other bytes follow the compressed ones. All compressed ones have been read."""
 
 
 class _Stream(Protocol):

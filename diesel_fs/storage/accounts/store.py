@@ -51,7 +51,7 @@ class AccountTable(ABC):
 
     @abstractmethod
     def token(self) -> bytes:
-        """Cheaper than `read` if the table is in a Redis."""
+        """The current state's token; cheaper than `read` if the table is in a Redis."""
 
     @abstractmethod
     def change(self, edit: Callable[[Accounts], Accounts]) -> Accounts:

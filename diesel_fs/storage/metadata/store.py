@@ -63,10 +63,10 @@ class DatasetHead:
 
 @dataclass(frozen=True, slots=True)
 class CommitBatch:
-    """The entries of one chunk, to be committed. `rows.chunks` is this chunk alone. The row of one
-    of several extents of a file has `record.extents` > 1 and one `EXTENT` as its tail. `stamps`
-    has, by row number, the stamps that are not (this chunk, `record.place`). `by_purge`: purge
-    wrote the chunk, so its entries are copies, and only replace entries of equal stamp."""
+    """The entries of one chunk, to be committed. `rows.chunks` is this chunk alone. A row of a
+    file of several extents stands for one of them: `record.extents` is their number, the tail is
+    one `EXTENT`. `stamps` has, by row number, the stamps other than (this chunk, `record.place`).
+    `by_purge`: purge wrote the chunk, so its entries replace only entries of equal stamp."""
 
     chunk: ChunkInfo
     uploaded_ns: int
@@ -223,9 +223,9 @@ class MetadataStore(ABC):
         """Fold chunks into a dataset (FORMAT.md, section 5), and return its new version. Atomic:
         all chunks or none. Version and entries change at once for all readers.
 
-        A place becomes a hole when its entry loses, or if no row names it and a greater place has
-        one: the chunk itself replaced it. Known chunks change nothing; if all are known, the
-        current version is returned.
+        A place becomes a hole when its entry loses. A place that no row names, below the greatest
+        that has a row, is a hole from the start: the chunk itself replaced its entry. Known chunks
+        change nothing; if all are known, the current version is returned.
 
         On return the commit survives a crash of this process; after `sync`, a power cut. Raises
         StoreRestarted (see `needs_repair`), and NoSpaceError if the store is full. A Redis at its
@@ -254,7 +254,7 @@ class MetadataStore(ABC):
     ) -> frozenset[ChunkId]:
         """Remove those of `chunks` that are empty: all their places are holes. With `tombstones`,
         places of tombstones count as holes, and the tombstones are removed with their chunk. The
-        dataset's greatest chunk stays, since new IDs must be greater. Returns the chunks of
+        chunk with the dataset's greatest ID stays, since new IDs must be greater. Returns those of
         `chunks` that the store does not know afterwards.
 
         Idempotent. Atomic, except that many chunks are removed in several steps; waits for locks
@@ -322,9 +322,8 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def lock_commits(self, identity: UUID, seconds: float) -> CommitLock:
-        """Block all commits to a dataset for `seconds`, for a reader whose reads they keep
-        disturbing. Commits wait, and raise BusyError at their deadline. Several locks may exist at
-        once."""
+        """Block all commits to a dataset for `seconds`, so that a reader can read one state. They
+        wait, and raise BusyError at their deadline. Several locks may exist at once."""
 
     @abstractmethod
     def close(self) -> None:
@@ -332,8 +331,8 @@ class MetadataStore(ABC):
 
 
 class RenewingCommitLock:
-    """A commit lock that is taken only when needed: call `lock`, and `renew` again and again during
-    the work. A context manager, for one thread."""
+    """A commit lock that is taken only when needed: call `lock`, then `renew` often during the
+    work. A context manager, for one thread."""
 
     def __init__(self, store: MetadataStore, identity: UUID) -> None:
         self._store = store

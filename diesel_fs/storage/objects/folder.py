@@ -90,8 +90,8 @@ class FolderStore(ObjectStore):
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> "FolderStore":
-        """Make a store in an absent or empty folder, or open the one there. Of several processes at
-        once, all open the same one. Raises ConflictError if the folder holds anything else."""
+        """Make a store in an absent or empty folder, or open the one there. If several processes do
+        so at once, all open the same. Raises ConflictError if the folder holds anything else."""
         root = _real_path(path)
         try:
             _make_root(root)

@@ -242,7 +242,7 @@ class ObjectStore(ABC):
     @abstractmethod
     def replace(self, name: str, parts: Sequence[Bytes]) -> None:
         """Create or overwrite a mutable object. Atomic (a reader sees the old or the new object),
-        durable on return, idempotent. Of several callers at once, the last wins."""
+        durable on return, idempotent. If several callers do so at once, the last wins."""
 
     @abstractmethod
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
@@ -269,7 +269,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Remove an object; that it is absent is no error. Durable on return. Raises UsageError for
+        """Remove an object; does nothing if it is absent. Durable on return. Raises UsageError for
         the marker."""
 
 
@@ -278,8 +278,8 @@ class CheckedObject(NamedTuple):
 
     content: memoryview
     is_shared: bool
-    """Whether other processes share the memory. Else it is the reader's own; only a reader that
-    keeps what it reads, as a mount does in the kernel's pages, gets that."""
+    """Whether other processes share the memory. Otherwise it is the reader's own copy, which only a
+    reader gets that keeps the bytes elsewhere, as a mount does in the kernel's pages."""
 
 
 class FastReads:

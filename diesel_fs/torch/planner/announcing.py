@@ -60,8 +60,7 @@ class LoaderStreams:
             self._announce(shown, files)
 
     def cut(self, position: int) -> None:
-        """Withdraw the announced order of the current epoch from this position on, as it was
-        wrong."""
+        """Withdraw the announced order of the current epoch from this position on."""
         if self._has_failed():
             return
         for shown, known in self._orders.items():

@@ -4,8 +4,8 @@ Concurrency. One thread accepts connections. Two threads serve each process. One
 the socket at once and queues them, so that a training process never waits for a mount. The other
 thread handles them in order: it finds files, announces orders, and sends answers. It holds the
 planner's one lock while it handles a message, because all processes share the mounts' connections,
-the snapshots, the learned files and the summary. So no message is handled while another one is, and
-messages of two processes may come in any order. A planner that closes shuts the sockets for
+the snapshots, the learned files and the summary. So messages are handled one at a time, and those
+of two processes may come in any order. A planner that closes shuts the sockets for
 reading, still handles the messages that were sent before, and waits up to 20 s for each process.
 """
 

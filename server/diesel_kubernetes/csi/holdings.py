@@ -34,8 +34,8 @@ UNNAMED = "-"
 """This stands for a namespace that kubelet has not named, as in paths of cache folders."""
 
 SETTLED_NS = 2_000_000_000
-"""A folder that was unchanged for this long before its listing is listed again only after its mtime
-has changed."""
+"""A folder that had not changed for this time when it was listed is listed again only after its
+mtime has changed."""
 
 _ID_BYTES = 16
 

@@ -44,8 +44,7 @@ CHECK_INTERVAL_S = 30.0
 """The reaper looks this often for mounts that have died or could not be ended."""
 
 VERSION_KNOWN_S = 10.0
-"""After a check, a mount's version counts as current for this time: the pods of a Job come within
-moments of each other."""
+"""After a check, a mount's version counts as current for this time: a Job's pods start together."""
 
 
 @dataclass(frozen=True, slots=True)

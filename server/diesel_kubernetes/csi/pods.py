@@ -34,7 +34,7 @@ from .volumes import Volume
 log = logging.getLogger("diesel.csi")
 
 POD_CHECK_S = 1.0
-"""For the mount itself the plugin need not poll: the kernel wakes it."""
+"""The pause between two looks at the pod; the kernel reports the mount itself."""
 
 END_DEADLINE_S = 60.0
 """A mount pod is killed 30 s after SIGTERM."""

@@ -73,7 +73,7 @@ _REASONS: tuple[tuple[type[DieselError], str], ...] = (
 _TEXT_CHARS_MAX = 300
 
 _LASTING = frozenset({"Denied"})
-"""After these reasons no other attempt is made, though the error's class allows one."""
+"""After these reasons the operator makes no other attempt, though the error's class allows one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ async def serve(
             cluster, defaults, interval_s=interval_s, driver_namespace=driver_namespace
         )
         queue = WorkQueue(controller.handle, workers)
-        await controller.refresh_holdings()  # otherwise the first turns would take estimates
+        await controller.refresh_holdings()  # otherwise the first turns would use estimates
         controller.wake = queue.add
         working = asyncio.create_task(queue.run(), name="the queue of the operator")
         refreshing = asyncio.create_task(

@@ -60,7 +60,7 @@ class RepositoryPlace:
 
     @property
     def can_share_caches(self) -> bool:
-        """The nodes of a task find each other through a server or a Redis."""
+        """Whether a server or a Redis lets the nodes of a task find each other."""
         parsed = parse_url(self.url)
         scheme = parsed.meta.partition("://")[0] if parsed.meta else ""
         return parsed.scheme in ("diesel", "diesel+tls") or scheme in _META_SCHEMES

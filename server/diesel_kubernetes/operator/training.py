@@ -1,8 +1,8 @@
 """Decides the next step for a TrainingJob. Pure.
 
 The workflow is algorithm 1 of DLCache: when its datasets are ready, the job is admitted if they
-fit, and is placed by the score of nodes. The operator writes these decisions to the status before
-it makes anything, so a later operator makes the same pods.
+fit, and is placed by the score of nodes. The turn that decides this only writes the status; later
+turns make pods from the status, so another operator makes the same pods.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -43,7 +43,7 @@ class ClientChannel:
         self.sent_bytes = 0
 
     async def wait(self) -> None:
-        """A cancelled wait loses no bytes."""
+        """Waits for bytes. A cancelled wait loses none."""
         if self._start == self._end:
             self._start = self._end = 0
             self._end = await self._some(self._buffer)

@@ -82,8 +82,8 @@ class ConnectionContext:
     takes_payload: Callable[[Account, str, int], bool] = lambda *_: True
     """Whether a user may send a payload: by the account, the request's `do`, and the bytes."""
     redactions: Mapping[str, str] = field(default_factory=dict)
-    """Texts that clients must not see (every way to write the address of a store), with their
-    replacements, longest first. Everything that a connection sends goes through `redacted`."""
+    """Texts that clients must not see (all spellings of a store's address), with replacements,
+    longest first. Everything that a connection sends goes through `redacted`."""
     under_way: int = 0  # requests
     by_user: Counter[str] = field(default_factory=Counter)  # requests under way
     is_draining: bool = False  # the server shuts down

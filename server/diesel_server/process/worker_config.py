@@ -5,8 +5,8 @@
     worker to supervisor, on a file descriptor      one line of JSON: {} (it accepts connections),
                                                     or an error
 
-URLs and some environment variables hold passwords. They go over the pipe because every user of the
-machine can read a command line, and because a worker's child processes inherit its environment.
+URLs and some environment variables hold passwords. They go over the pipe, since every user of the
+machine can read a command line, and a worker's child processes inherit its environment.
 """
 
 import json

@@ -56,7 +56,7 @@ class Directory:
         return found[0] if found and time.monotonic() < found[1] + REMEMBERED_S else None
 
     def has_known(self, identity: UUID) -> bool:
-        """If a dataset was ever found, `find` is likely to succeed."""
+        """Whether the dataset was ever found, so that `find` is likely to succeed."""
         return identity in self._known
 
     def find(self, identity: UUID) -> DatasetRef:

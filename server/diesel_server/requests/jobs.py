@@ -20,10 +20,10 @@ from .dispatcher import Reply
 log = logging.getLogger("diesel.server")
 
 JOBS_MAX = 4
-"""Each job reads as fast as the store delivers."""
+"""Few, since each job reads as fast as the store delivers."""
 
 VERIFIES_MAX = 2
-"""Any reader may start a job of the kind `verify`; the others are left to administrators."""
+"""Any reader may start a `verify`, so this leaves room for the jobs of administrators."""
 
 _POLL_S = 0.2
 _PROGRESS_S = 5.0

@@ -70,7 +70,7 @@ NAMES_BYTES_PER_ANSWER = 2 << 20
 _MAPPED_MAX = 64
 _QUIET_S = 1.0
 _QUIET_FACTOR = 4
-"""Between two snapshots of a dataset is a pause of at least a second, and four times as long as the
+"""The pause between two snapshots of a dataset is at least a second, and four times as long as the
 first took. So making them takes at most a fifth of a thread's time."""
 
 _READ_THREADS = 64
@@ -180,8 +180,8 @@ class QueryHandlers:
         return found
 
     async def archives(self, request: Request, known: DatasetRef) -> Reply:
-        """A put copies the entries of an archive only if `is_alone` is set. So that is removed from
-        records of other users, which may be forged; administrators are trusted."""
+        """A put copies the entries of an archive only if `is_alone` is set. So the server clears it
+        in records of other users, which may be forged; it trusts administrators."""
         records = await trio.to_thread.run_sync(
             self._repository.archive_records, known.identity, limiter=self._query_threads
         )

@@ -31,8 +31,8 @@ from .dispatcher import Reply, Request
 _THREADS = 16
 _REDIS_S = 1.0  # less than a client waits
 _PAUSE_S = 1.0
-"""After a failure of the store of registrations, requests fail at once for this time: thousands of
-masters may send requests, and each would wait."""
+"""After the registrations' store has failed, requests fail at once for this time: thousands of
+masters would wait."""
 
 
 class TaskHandlers:

@@ -121,10 +121,10 @@ class HeadReader:
         return [i in lost for i in range(len(heads))]
 
     def is_unchanged(self, head: RedisHead, *, or_newer: bool = False) -> bool:
-        """Whether all that was read since `head` belongs to its version: this is still the current
-        one, and a commit changes it before its pieces are applied. `or_newer`: whether the
-        generation is still the current one. The caller has applied pending changes. Raises
-        MetadataBehind if a bucket has lost pieces."""
+        """Whether all that was read since `head` belongs to its version: it must still be current,
+        since a commit changes it before its pieces are applied. With `or_newer`, only the
+        generation must be current. The caller has applied pending changes. Raises MetadataBehind if
+        a bucket has lost pieces."""
         (lost,), key = self.have_lost_pieces([head]), DatasetKeys(head.dataset.identity).head
         name, version = listed(self.link.execute("HMGET", key, "generation", "version"))
         if name != head.generation.name:

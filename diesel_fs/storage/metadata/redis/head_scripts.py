@@ -39,7 +39,7 @@ local function is_held(key, longest)
 end
 """
 
-# Lists a generation in `dead` as to be removed
+# Lists a generation in `dead`, so that a later clean-up removes it
 _CONDEMN = """
 local function condemn(generation, packed_buckets)
   local buckets = tonumber(packed_buckets or '') or 0

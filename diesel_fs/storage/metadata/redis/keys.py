@@ -35,16 +35,16 @@ folders are named by hashes.
     dfs:{GEN.B}:h       HASH    chunk, number of 1,024 places -> bitmap of holes, 128 bytes
     dfs:{GEN.B}:d       HASH    folder -> number of its entries that are tombstones
     dfs:{GEN.B}:f       HASH    folder -> its parent (16 bytes), its name: the bucket's index
-    dfs:{GEN.B}:p       HASH    folder, stamp, number, name -> an extent of a file that is not
-                                complete, after the number of the extent that came before it
-    dfs:{GEN.B}:q       HASH    folder, name -> for each file that is not complete: stamp, count of
-                                the extents that are present, number of the one that came last
+    dfs:{GEN.B}:p       HASH    folder, stamp, number, name -> the number of the extent that arrived
+                                before this one, then this extent (only of incomplete files)
+    dfs:{GEN.B}:q       HASH    folder, name -> for each incomplete file: stamp, count of the
+                                extents that have arrived, number of the last of them
     dfs:{GEN.B}:e:F     HASH    name -> entry: the state, tombstones too
     dfs:{GEN.B}:s:F     SET     names of the folders below; a folder that is named may not exist
 
     dfs:{task.T}:m      HASH    rank -> instance (16 bytes), since (u64, us), that master's report;
                                 `secret` of the task; `state`: when any of it last changed
-    dfs:{task.T}:u      ZSET    rank -> until (us), by Redis's clock; `m` and `u` end with the last
+    dfs:{task.T}:u      ZSET    rank -> until (us), by Redis's clock; `m`, `u` expire with the last
 
     dfs:{sync.N}:       HASH    written before waiting for a node's log; N chooses the node
 
@@ -175,7 +175,7 @@ class Generation:
         return self._prefixes[self.bucket(folder)] + b"e:" + folder
 
     def below(self, folder: FolderId) -> bytes:
-        """The key of the names of a folder's folders."""
+        """The key of the names of a folder's subfolders."""
         return self._prefixes[self.bucket(folder)] + b"s:" + folder
 
     def script_keys(self, bucket: int) -> list[bytes]:

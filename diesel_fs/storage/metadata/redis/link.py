@@ -53,7 +53,7 @@ _ALL_HOSTS_S = 5.0
 """The time to find that none of an address's hosts answers, one after the other."""
 
 _WAITAOF_MS = 1000  # per command: less than `_SOCKET_S`
-_TAGS_MAX = 1 << 16  # slots that `_Cluster` remembers; tries to find a key on each node
+_TAGS_MAX = 1 << 16  # remembered slots of keys; also the most tries to find a key on each node
 _PAUSE_S = 0.02  # before the second try; then each time twice as long
 _PAUSE_S_MAX = 1.0
 _CONNECTIONS_MAX = 1 << 16

@@ -243,7 +243,7 @@ class _Cutter:
         packer.add_rows(folder, [name], len(entry) + len(name))
 
     def _add_own_holes(self, places: npt.NDArray[np.uint32]) -> None:
-        """Places that no row names are holes. Some bucket with rows of the chunk records them."""
+        """Places that no row names are holes. One of the chunk's buckets records them."""
         packers = next(iter(self._packers.values()))
         folder, packer = next(iter(packers[0].folders)), packers[0]
         for place in places.tolist():

@@ -22,7 +22,7 @@ from .runs import insert_runs, segments, split_runs
 
 _INTO = "INTO entry (folder, name, stamp, chunk, record, tail) VALUES (?, ?, ?, ?, ?, ?)"
 _UNLESS_THERE = "ON CONFLICT (folder, name) DO NOTHING"
-# Rows that one statement inserts: it saves a third of the time, and keeps under 999 parameters
+# Rows that one statement inserts: this saves a third of the time, with fewer than 999 parameters
 _ROWS_AT_ONCE = 100
 _PARAMETERS = range(2, 4 * _ROWS_AT_ONCE + 2, 4)
 _INSERT_MANY = (
@@ -163,7 +163,8 @@ class ChunkFold:
         return cursor.lastrowid
 
     def _add_own_holes(self) -> None:
-        """Places that no row names: the chunk replaced them itself, or they are invalid."""
+        """Add the places that no row names: the chunk itself replaced their entries, or these are
+        invalid."""
         places = self._batch.rows.records["place"]
         if len(places) and int(places.max()) + 1 > len(places):
             for place in np.setdiff1d(np.arange(int(places.max()), dtype=np.uint32), places):

@@ -27,7 +27,7 @@ from ....system.mountinfo import file_system_of
 
 LEASE_S = 60.0
 CLOCK_ALLOWANCE_S = 300.0
-"""Hosts' clocks may differ by this much: a dead host's lease lasts this much longer."""
+"""Hosts' clocks may differ by this, so a host's lease is over for others only this long later."""
 
 _LOCK_DEADLINE_S = 10.0
 _POLL_S = 0.02

@@ -54,8 +54,8 @@ class Segment(NamedTuple):
 
 
 def segments(batch: CommitBatch, folders: Sequence[int]) -> Iterator[Segment]:
-    """The batch's entries that runs can hold, in any order: a tar lists names as its file system
-    does. `folders` are the numbers of the batch's folders."""
+    """The batch's entries that runs can hold. The batch may have any order: a tar lists names as
+    its file system does. `folders` are the numbers of the batch's folders."""
     rows = batch.rows
     if batch.by_purge or len(rows) < ENTRIES_MIN:
         return

@@ -67,7 +67,7 @@ class AttemptLimits:
     stall_s: float = 10.0
     """Longest pause between two bytes of a read, and longest time of a request without content."""
     put_stall_s: float = 20.0
-    """The time of a put besides that for its bytes: some stores answer only after they have made
+    """A put's time beyond the transfer of its bytes: some stores answer only after they have made
     copies."""
     bytes_per_s_min: float = 256 * 1024
     put_bytes_max: int = 128 << 20
@@ -140,6 +140,5 @@ def meaning_of_status(
 
 
 def _put_class(size: int) -> int:
-    """The next power of two: clients are kept by their time limit, and puts of similar sizes thus
-    share a client."""
+    """The next power of two: a client serves one time limit, so puts of similar sizes share one."""
     return 1 << (max(size, _SMALL_PUT_BYTES) - 1).bit_length()

@@ -8,7 +8,7 @@ from ..store import ObjectStore
 from .proxy import CloudProxy
 
 BucketOpener = Callable[[str, bool], ObjectStore]
-"""With True it makes a store if there is none."""
+"""If the second argument is True, it makes a missing store."""
 
 
 def _by_helper(url: str, create: bool) -> ObjectStore:

@@ -6,8 +6,8 @@ task must not need 2,000 sockets. `retry.py` repeats requests; obstore does not.
 redirect of a GET, without our signature if the host changes, and never from https to http; it does
 not follow one of a PUT.
 
-Two things have no bound. A listing does not end if all its pages are empty and promise more. A
-signal does not interrupt a request, so ^C takes effect when it ends.
+Two things have no bound: a listing of empty pages that promise more, and ^C, which takes effect
+when the request ends.
 
 Any thread; all threads share one client for each time limit. obstore's runtime (tokio; the first
 request starts its threads) does not survive in a forked child: every request there would hang for

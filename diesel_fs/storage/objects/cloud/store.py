@@ -285,9 +285,8 @@ class CloudStore(ObjectStore):
     # Listing
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        """Neither order nor end of the bucket's own listing is trusted: it has ended when a new one
-        behind the last name brings nothing more. A listing of the whole store must contain the
-        marker."""
+        """Trusts neither the order nor the end of the bucket's own listing: it has ended when a new
+        one behind the last name is empty. A listing of the whole store must contain the marker."""
         contract.check_prefix(prefix)
         marker_due = STORE_MARKER.startswith(prefix) and after < STORE_MARKER
         for found in self._ordered(prefix, after):
@@ -462,8 +461,7 @@ def _info(name: str, found: CloudObject) -> ObjectInfo:
 
 
 def _just_before(prefix: str) -> str:
-    """A string that sorts before all names with `prefix`, and behind most of the names that are
-    less."""
+    """A string that sorts before all names with `prefix`, and behind most smaller names."""
     if not prefix or prefix[-1] <= "-":
         return prefix[:-1]
     return prefix[:-1] + chr(ord(prefix[-1]) - 1) + "zz"

@@ -10,7 +10,7 @@ A few samples are *checked*: the first ones of an epoch, then one in a second. T
 in any case, so that the launcher notices a plan of files that are never read. If a listed file was
 not seen, the following checks use inotify (`opens.py`), since a native library may have read it.
 All other samples are *learned* in the first epochs, unless the dataset has a list and opens nothing
-else. While there is nothing to observe, the class is left unwrapped, so a loop pays only for the
+else. While there is nothing to observe, the class is not wrapped, so a loop pays only for the
 checks.
 """
 
@@ -196,7 +196,7 @@ class Learner:
     def _opener(self, original: _Function) -> _Function:
         @functools.wraps(original)
         def opening(*arguments: object, **named: object) -> object:
-            with suppress(Exception):  # nothing may raise in the program
+            with suppress(Exception):  # the hook may never raise in the program
                 how = arguments[1] if len(arguments) > 1 else named.get("mode")
                 is_writing = not isinstance(how, int) and not set("wax+").isdisjoint(str(how))
                 flags = how if isinstance(how, int) else os.O_RDWR * is_writing

@@ -320,8 +320,8 @@ class LoaderEpoch:
         return size if isinstance(size, int) else 1
 
     def drew(self, element: object) -> None:
-        """The sampler has given an index or a batch of indices. If it is not the predicted one, the
-        rest of the prediction is withdrawn, and indices are sent as they are drawn."""
+        """The sampler has given an index or a batch of indices. If it was not predicted, the rest
+        of the prediction is withdrawn, and indices are sent as they are drawn."""
         drawn, position = self._drawn, self._drawn.count
         if not drawn.append(element) or self._dataset is None:
             return

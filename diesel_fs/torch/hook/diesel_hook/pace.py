@@ -1,7 +1,7 @@
 """Lets only as many workers of a loader prepare batches at once as the processors can serve.
 
-A script may start more workers than its machine has use for. They then share the processors, so
-that all their first batches come late and together, and the loop and the mount get less time. A
+A script may start more workers than its machine can use. They then share the processors, so that
+all their first batches come late and together, and the loop and the mount get less time. A
 worker therefore takes a *turn* before it prepares a batch, and the number of turns follows from
 measurements (Lobster, section 4.1: the fewest threads with which preprocessing is fastest; a worker
 that waits for its files leaves its processor to another one). torch gives each worker the same
