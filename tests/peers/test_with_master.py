@@ -480,8 +480,7 @@ def test_a_mount_with_only_a_cache_folder_has_a_task_of_its_own(node: Node) -> N
 @pytest.mark.deep
 @pytest.mark.fuse
 def test_a_mount_reads_a_large_file_from_the_files_of_the_disk_cache(node: Node) -> None:
-    """So the master does not copy them into memory, but for those that the mount reads once more:
-    the kernel's READs come in any order."""
+    """So the master does not copy its chunks into memory, and the store is not asked."""
     folder, content = node.folder / "mount", os.urandom(20 << 20)
     folder.mkdir()
     with node.connect() as dataset:
@@ -503,8 +502,7 @@ def test_a_mount_reads_a_large_file_from_the_files_of_the_disk_cache(node: Node)
     first, second = figures
     assert first["memory_chunks"] >= 5
     assert second["disk_reads"] >= 5
-    assert second["memory_chunks"] < first["memory_chunks"]
-    assert second["fetches"] < first["fetches"] // 2
+    assert (second["memory_chunks"], second["fetches"]) == (0, 0)
 
 
 @pytest.mark.fuse

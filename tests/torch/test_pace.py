@@ -3,6 +3,7 @@ how many would be enough."""
 
 import multiprocessing
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,6 +35,26 @@ class _Dataset:
         self.begun.release()
         self.opened.wait(60)
         return index
+
+
+def test_the_measurements_of_a_worker_stand_for_all_of_its_batches() -> None:
+    """Most batches are not measured, since that takes time."""
+    paced = pace.Pace(CONTEXT, WORKERS, WORKERS)
+    kind = type("Fetcher", (torch_fetch._MapDatasetFetcher,), {})
+    dataset = _Dataset()
+    dataset.opened.set()
+    pace.TurnTaker(paced.shared, 2).install(kind)
+    fetcher = kind(dataset, True, list, False)
+    paced.begin_epoch()
+    begun_s = time.perf_counter()
+    for batch in range(1, 501):
+        fetcher.fetch([batch])
+        found = paced.measured()["fetched"]
+        assert isinstance(found, int)
+        assert abs(found - batch) <= 6
+    fetch_s = paced.measured()["fetch_s"]
+    assert isinstance(fetch_s, float)
+    assert 0 < fetch_s < 2 * (time.perf_counter() - begun_s)
 
 
 class _Workers:

@@ -7,9 +7,9 @@ are wanted.
 
 Concurrency: one thread at a time calls; only `costs_of`, `places` and `is_slow` may be called
 beside it. Requests go on in the `ChunkReader`'s threads or in other nodes, but the caller's thread
-takes the contents. So nothing here changes between two calls. A `ChunkReader` that asks two places
-in turn, as a task's nodes and then the store for what they lack, goes on only if somebody takes its
-contents: for requests ahead of time a thread does (`_Ahead`).
+takes the contents. So nothing here changes between two calls. The `ChunkReader` of a task asks the
+nodes, and then the store for missing parts; the second step begins only when somebody takes the
+answers of the first. For requests ahead of time, a thread takes them at once (`_Ahead`).
 """
 
 import time
@@ -40,8 +40,8 @@ from .read_plan import Span
 from .stored_parts import StoredParts
 
 AHEAD_THREADS = 16
-"""The most requests ahead of time whose contents threads take at the same time: those of the pushes
-that a mount announces."""
+"""The most requests ahead of time that threads serve at once: one for each push that a mount
+announces."""
 
 ARRIVED_S_MIN = 0.0002
 """If the caller waits less than this for contents, they had arrived before, at an unknown time, and
@@ -57,7 +57,7 @@ class Arrived(NamedTuple):
 
 
 class _Asked:
-    """One request, and what has arrived of it."""
+    """One request, and the groups that have arrived."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class _Asked:
         note: Callable[[int, int, float, float], None],
         threads: ThreadPoolExecutor | None,
     ) -> None:
-        """`note` is called for contents of which it is known when they arrived: with their place
-        (`ChunkReader.places`), their number of bytes, the time of the request, and that of the
+        """`note` is called if the time of an arrival is known: with the contents' place
+        (`ChunkReader.places`), their number of bytes, and the times of the request and of the
         arrival. With `threads`, one of them takes the contents from `reader`."""
         self.spans = spans
         self._note = note

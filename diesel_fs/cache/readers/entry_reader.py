@@ -68,6 +68,7 @@ class EntryReader:
         self._windows = WindowPlanner(snapshot, self._cache, self._is_pinned)
         self._prefers_entries = prefer_entries and not self._everything_fits
         self._ahead_chunks = 1
+        self._passed = -1  # the chunk that `_note_passed` drops next
         self._counts: Counter[str] = Counter()
         self._source = ChunkSource(snapshot, objects, self._counts)
         self._chunks = self._reads.chunk_reader(snapshot.identity, snapshot.version)
@@ -324,7 +325,9 @@ class EntryReader:
         if self._worth_whole(index, extent):
             self._read_on(index, extent)
             chunk = self._cache.get(extent.chunk)
-            if self._everything_fits:
+            # Of a large file, reading ahead would bring back chunks that were passed
+            is_part = extent.size < self.snapshot.size(index)
+            if self._everything_fits and not (is_part and chunk.is_passing):
                 self._read_ahead(extent.chunk)
             raw = chunk.view[extent.offset : extent.offset + extent.stored]
             if extent.codec == Codec.RAW and extent.offset in chunk.checked:
@@ -360,11 +363,14 @@ class EntryReader:
                 self._cache.prefetch(following.chunk)
 
     def _note_passed(self, extent: Extent, end: int) -> None:
-        """A reader of a file of several extents has come to `end`. If that is the extent's end,
-        drop a chunk that was loaded for a caller that keeps the contents itself."""
+        """A reader of a file of several extents has come to `end`. If that is the extent's end, and
+        the chunk was loaded for a caller that keeps the contents itself, drop the chunk that was
+        passed before: the kernel reads the end of a chunk in any order, and some of it twice."""
         chunk = self._cache.loaded(extent.chunk)
         if chunk is not None and chunk.is_passing and end >= extent.start + extent.size:
-            self._cache.drop(extent.chunk)
+            before, self._passed = self._passed, extent.chunk
+            if before not in (-1, extent.chunk):
+                self._cache.drop(before)
 
     def _in_memory(self, extent: Extent) -> memoryview | None:
         """The content if it is in memory and costs little to check."""

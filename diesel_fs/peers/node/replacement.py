@@ -61,8 +61,8 @@ class Replacement:
         )
         self.future: ChunkFuture | None = None
         self._bypassed: set[tuple[int, bool]] = set()
-        """Chunks (each with whether it is on the disk) that replace no other, as the coming reads
-        decide. That takes 100 us and is the same for each miss, until a reader or a chunk moves."""
+        """Chunks that may replace no other, by the coming reads; each with whether it is on the
+        disk. Such a decision takes 100 us, and stays the same until a reader or a chunk moves."""
         self._hits: list[int] = []
         self._hit_bytes = 0
 

@@ -185,7 +185,7 @@ class Learner:
     def _wrap_opens(self) -> None:
         for module in (builtins, io, os):
             original = module.open
-            module.open = opening = self._opener(original)  # type: ignore[attr-defined] # they have it
+            module.open = opening = self._opener(original)  # type: ignore[attr-defined] # each has `open`
             undo = functools.partial(_restore, module, "open", original, opening)
             self._undo_opens.append(undo)
 
