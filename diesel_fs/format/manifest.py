@@ -4,7 +4,7 @@
     cats/1.jpg,cat
     dogs/7.jpg,dog
 
-Users write it as text; in a dataset it is an ordinary file (FORMAT.md, section 10). A manifest of a
+Users write it as text; in a dataset it is an ordinary file (FORMAT.md, section 11). A manifest of a
 million lines is a block of bytes and columns of numbers; lines become Python objects only while
 they are read. Any thread.
 """
@@ -84,7 +84,7 @@ class FoundSamples(NamedTuple):
 
 
 def parse_manifest(content: bytes, name: str) -> Manifest:
-    """Parse a manifest (FORMAT.md, section 10). Raises UsageError, which names the line. `name` is
+    """Parse a manifest (FORMAT.md, section 11). Raises UsageError, which names the line. `name` is
     for messages."""
     table = _Table(content, name)
     header = table.header

@@ -1,6 +1,7 @@
 """Makes and parses the names of all objects in an object store (FORMAT.md, section 2)."""
 
 import re
+from typing import NamedTuple
 from uuid import UUID
 
 from .chunk_id import TEXT_CHARS, chunk_id_text, parse_chunk_id
@@ -21,7 +22,7 @@ _OBJECTS = {
     "dataset": rf"{_DATASET}/DATASET",
     "chunk": rf"{_DATASET}/chunks/(?P<prefix>{_ID_CHARACTER}{{{_PREFIX_CHARS}}})"
     rf"/(?P=prefix){_ID_CHARACTER}{{{TEXT_CHARS - _PREFIX_CHARS}}}",
-    "snapshot": rf"{_DATASET}/snapshots/[0-9a-f]{{16}}",
+    "snapshot": rf"{_DATASET}/snapshots/[0-9a-f]{{16}}(-[0-9a-f]{{16}})?",
     "archive": rf"{_DATASET}/archives/[0-9a-f]{{32}}",
     "lease": rf"{_DATASET}/leases/[0-9A-Za-z_-]{{1,64}}",
     "deleted": rf"deleted/{IDENTITY_TEXT}",
@@ -31,6 +32,7 @@ FOLDER_NAME = re.compile(
     rf"datasets(/{IDENTITY_TEXT}(/(chunks(/{_ID_CHARACTER}{{{_PREFIX_CHARS}}})?|snapshots|archives|leases))?)?"
     r"|deleted"
 )
+_VERSION = re.compile(r"([0-9a-f]{16})(?:-([0-9a-f]{16}))?")
 LEASE_NAME = re.compile(_OBJECTS["lease"])
 MUTABLE_NAME = re.compile(f"{_OBJECTS['lease']}|{_OBJECTS['archive']}")
 """All other objects never change."""
@@ -72,18 +74,31 @@ def snapshot_prefix(identity: UUID) -> str:
     return f"{dataset_prefix(identity)}snapshots/"
 
 
+class VersionForm(NamedTuple):
+    """One form in which a version is published: its snapshot (`base` 0), or the delta from an
+    earlier version."""
+
+    version: int
+    base: int
+
+
 def snapshot_object(identity: UUID, version: int) -> str:
     """Names sort as versions do."""
-    return f"{snapshot_prefix(identity)}{version:016x}"
+    return version_object(identity, VersionForm(version, 0))
 
 
-def version_of_object(name: str) -> int | None:
-    """None for names that are no snapshot's."""
-    text = name.rpartition("/")[2]
-    try:
-        return int(text, 16) if len(text) == 16 else None
-    except ValueError:
+def version_object(identity: UUID, form: VersionForm) -> str:
+    base = f"-{form.base:016x}" if form.base else ""
+    return f"{snapshot_prefix(identity)}{form.version:016x}{base}"
+
+
+def version_of_object(name: str) -> VersionForm | None:
+    """None for names that are neither a snapshot's nor a delta's."""
+    found = _VERSION.fullmatch(name.rpartition("/")[2])
+    if found is None:
         return None
+    form = VersionForm(int(found[1], 16), int(found[2] or "0", 16))
+    return form if form.base < form.version or not form.base else None
 
 
 def archive_prefix(identity: UUID) -> str:

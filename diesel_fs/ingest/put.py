@@ -119,7 +119,7 @@ def put(
         if manifest is not None:
             before = view.lookup(manifest.path(target))
             put_manifest(
-                session, manifest, target, options, repository.view(session.name), report,
+                session, manifest, target, options, repository.view(dataset, lazy=True), report,
                 is_readable=before < 0 or readable(before),
             )  # fmt: skip
         progress(report)
@@ -146,7 +146,9 @@ def _delete_shadowed_files(
 ) -> None:
     """Delete files of this put at paths where it has also put folders. If others wrote meanwhile,
     the files may be theirs and stay: `verify` names them."""
-    shadowed = sorted(_shadowed_files(repository.view(session.name)) - _shadowed_files(before))
+    shadowed = sorted(
+        _shadowed_files(repository.view(session.name, lazy=True)) - _shadowed_files(before)
+    )
     if shadowed and not session.others_committed():
         session.delete(shadowed)
         for path in shadowed:

@@ -6,12 +6,14 @@ files, so that no version is fetched twice. It connects at the first request. Us
 threads and in forked children, like any `Repository`.
 """
 
+import logging
 import os
 import time
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Self
 from uuid import UUID
 
@@ -22,6 +24,7 @@ from ..errors import (
     ConflictError,
     CorruptError,
     DieselError,
+    FormatError,
     MetadataBehind,
     MetadataError,
     NoSuchDataset,
@@ -31,6 +34,8 @@ from ..errors import (
 from ..format.chunk import parse_header, parse_preamble
 from ..format.chunk_id import IdSource
 from ..format.entries import RECORD, ChunkId, Kind, Rows, Stat, check_path
+from ..format.snapshot.delta import apply_deltas, parse_delta
+from ..format.snapshot.layered import LayeredSnapshot
 from ..format.snapshot.reader import Snapshot, Stats
 from ..names import check_dataset_name, shown
 from ..net.client import Answer, RpcClient, ServerLink
@@ -46,7 +51,12 @@ from ..repository.interface import (
     no_progress,
     staleness_text,
 )
-from ..repository.private_copies import newest_private_copy, open_private_copy, write_private_copy
+from ..repository.private_copies import (
+    newest_private_copy,
+    open_private_copy,
+    private_versions,
+    write_private_copy,
+)
 from ..repository.provenance import ArchiveRecord
 from ..repository.retention import Deletion
 from ..repository.validation import ValidatedChunk, as_validated
@@ -64,6 +74,8 @@ from .values import (
     parse_records,
     paths_message,
 )
+
+log = logging.getLogger("diesel.repository")
 
 _JOB_ANSWER_S = 60.0  # a server reports the progress of a job every few seconds
 _FINISH_S = 600.0  # making the snapshot of a large dataset takes long
@@ -141,8 +153,8 @@ class RemoteRepository(Repository):
 
     # Reading
 
-    def view_of(self, info: DatasetInfo) -> Snapshot:
-        return self.snapshots.current(info.identity)
+    def view_of(self, info: DatasetInfo, *, lazy: bool = False) -> Snapshot:
+        return self.snapshots.current(info.identity, lazy=lazy)
 
     def staleness_warning(self, view: Snapshot) -> str:
         if not self.metadata_error:
@@ -294,7 +306,8 @@ class RemoteWriteSession(WriteSession):
     """The server checks and commits each chunk when it is put."""
 
     def __init__(self, repository: RemoteRepository, info: DatasetInfo) -> None:
-        super().__init__(info, repository.objects, repository.ids, repository.view_of)
+        load_view = partial(repository.view_of, lazy=True)
+        super().__init__(info, repository.objects, repository.ids, load_view)
         self._repository = repository
         self._finished = 0  # how many of `_committed_ids` the server has acknowledged
 
@@ -363,33 +376,45 @@ class RemoteSnapshots(PublishedVersions):
         message: Message = {"do": "kept", "identity": identity.bytes, "newest": True}
         return Fields(self._link.call(message).message, "an answer").integer("newest")
 
-    def current(self, identity: UUID) -> Snapshot:
-        return self._fetch(identity, 0, newest_private_copy(identity))
+    def current(self, identity: UUID, *, lazy: bool = False) -> Snapshot:
+        """`lazy` is as of `Repository.view`."""
+        return self._fetch(identity, 0, newest_private_copy(identity), lazy=lazy)
 
     def load(self, identity: UUID, version: int) -> Snapshot:
-        return open_private_copy(identity, version) or self._fetch(identity, version, 0)
+        copy = open_private_copy(identity, version)
+        earlier = [each for each in private_versions(identity) if each < version]
+        return copy or self._fetch(identity, version, max(earlier, default=0))
 
-    def _fetch(self, identity: UUID, version: int, copied: int) -> Snapshot:
+    def _fetch(self, identity: UUID, version: int, copied: int, *, lazy: bool = False) -> Snapshot:
         """Fetch a version (0: the current one). `copied` is the version of this user's private copy
-        (0: none): if the server answers that it is the wanted one, nothing is sent."""
+        (0: none): if the server answers that it is the wanted one, nothing is sent, and if deltas
+        lead from it to the wanted one, only these."""
         tries = _FETCH_TRIES
         while True:
             tries -= 1
             try:
-                sent, content = self._receive(identity, version, copied)
+                sent, content, lengths = self._receive(identity, version, copied)
             except MetadataError as error:  # a server that stopped while it was sending
                 if not (error.retry and tries):
                     raise
                 continue
-            if content is not None:
+            if content is not None and not lengths:
                 return self._checked(identity, sent, content)
             copy = open_private_copy(identity, copied)
-            if copy is not None:
+            if copy is not None and content is None:
                 return copy
-            copied = 0  # the copy has been removed meanwhile
+            if copy is not None and content is not None:
+                try:
+                    return _applied(copy, content, lengths, sent, lazy=lazy)
+                except FormatError as error:
+                    log.warning("the whole snapshot is fetched: %s", error.message)
+            copied = 0  # the copy has been removed meanwhile, or does not fit
 
-    def _receive(self, identity: UUID, version: int, copied: int) -> tuple[int, memoryview | None]:
-        """The sent version, and its bytes; None in place of the bytes if it is `copied`."""
+    def _receive(
+        self, identity: UUID, version: int, copied: int
+    ) -> tuple[int, memoryview | None, Sequence[int]]:
+        """The sent version, its bytes (None if it is `copied`), and if they are deltas, the length
+        of each."""
         message: Message = {
             "do": "snapshot", "identity": identity.bytes, "version": version, "have": copied,
         }  # fmt: skip
@@ -401,8 +426,11 @@ class RemoteSnapshots(PublishedVersions):
                 continue
             sent, total = fields.integer("version"), fields.integer("total")
             if not total and copied and sent == copied:
-                return sent, None
-            return sent, assembler.joined(total)
+                return sent, None, ()
+            lengths = answer.message.get("deltas", [])
+            if not isinstance(lengths, list) or not all(type(each) is int for each in lengths):
+                raise UsageError("an answer: bad 'deltas': they are numbers")
+            return sent, assembler.joined(total), lengths  # type: ignore[return-value]  # checked
         raise CorruptError("the server sent a snapshot without its end")
 
     def _checked(self, identity: UUID, version: int, content: memoryview) -> Snapshot:
@@ -416,6 +444,23 @@ class RemoteSnapshots(PublishedVersions):
         if not version:
             return snapshot  # an empty dataset, which needs no copy
         return write_private_copy(identity, version, [content]) or snapshot
+
+
+def _applied(
+    copy: Snapshot, content: memoryview, lengths: Sequence[int], version: int, *, lazy: bool
+) -> Snapshot:
+    """The version to which deltas lead from a private copy. Raises FormatError."""
+    ends = list(accumulate(lengths))
+    if min(lengths) <= 0 or ends[-1] != len(content):
+        raise CorruptError("the server sent deltas of other lengths than it says")
+    above = [parse_delta(content[start:end]) for start, end in pairwise([0, *ends])]
+    if above[-1].header.version != version:
+        raise CorruptError("the server sent deltas to another version")
+    if lazy:
+        return LayeredSnapshot(copy, above)
+    parts = apply_deltas(copy, above)
+    made = write_private_copy(copy.identity, version, parts)
+    return made or Snapshot(memoryview(b"".join(parts)), verify=False)
 
 
 _VISIBLE_KINDS = (Kind.FILE, Kind.LINK, Kind.FOLDER)

@@ -50,9 +50,9 @@ class SnapshotPiece(NamedTuple):
     block: bytes | memoryview
 
 
-def compressed(view: Snapshot) -> Iterator[SnapshotPiece]:
-    for start in range(0, len(view.buffer), PIECE_BYTES):
-        raw = view.buffer[start : start + PIECE_BYTES]
+def compressed(content: memoryview) -> Iterator[SnapshotPiece]:
+    for start in range(0, len(content), PIECE_BYTES):
+        raw = content[start : start + PIECE_BYTES]
         yield SnapshotPiece(len(raw), lz4.block.compress(raw, store_size=False))
 
 
@@ -97,12 +97,12 @@ class CompressedSnapshots:
             if self._folder is not None:
                 private_folder(self._folder)
                 path = self._path(identity, version)
-                _write(path, version, compressed(view))
+                _write(path, version, compressed(view.buffer))
                 self._remove_older(identity, path)
                 return _opened(path, version)
         except (OSError, DieselError) as error:
             log.warning("the compressed pieces of a snapshot cannot be kept: %s", error)
-        return compressed(view)
+        return compressed(view.buffer)
 
     def _path(self, identity: UUID, version: int) -> Path:
         assert self._folder is not None

@@ -189,14 +189,15 @@ class Repository(ABC):
 
     # Reading
 
-    def view(self, name: str) -> Snapshot:
+    def view(self, name: str, *, lazy: bool = False) -> Snapshot:
         """All metadata of a dataset at its current version; at the newest snapshot if the metadata
-        store cannot be used or does not know the dataset. Raises NoSuchDataset, or MetadataBehind
-        if the current version cannot be known."""
-        return self.view_of(self.dataset(name))
+        store cannot be used or does not know the dataset. With `lazy` the result may be merged only
+        when it is used for more than some lookups (`LayeredSnapshot`), and is in no file then.
+        Raises NoSuchDataset, or MetadataBehind if the current version cannot be known."""
+        return self.view_of(self.dataset(name), lazy=lazy)
 
     @abstractmethod
-    def view_of(self, info: DatasetInfo) -> Snapshot:
+    def view_of(self, info: DatasetInfo, *, lazy: bool = False) -> Snapshot:
         """`view` for a dataset that the caller has found."""
 
     def view_at(self, name: str, version: int) -> Snapshot:

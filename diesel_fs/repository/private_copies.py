@@ -115,14 +115,19 @@ def open_private_copy(identity: UUID, version: int) -> Snapshot | None:
     return copy if (copy.identity, copy.version) == (identity, version) else None
 
 
-def newest_private_copy(identity: UUID) -> int:
-    """The newest version of which this user has a private copy; 0 for none."""
+def private_versions(identity: UUID) -> Sequence[int]:
+    """The versions of which this user has a private copy, ascending."""
     try:
         folder = _private_path(identity, 0).parent
     except (DieselError, OSError):
-        return 0
+        return ()
     names = (path.name.split(".")[0] for path in folder.glob(f"{identity.hex}-*.{boot_id()}"))
-    return max((int(name.rpartition("-")[2], 16) for name in names), default=0)
+    return sorted(int(name.rpartition("-")[2], 16) for name in names)
+
+
+def newest_private_copy(identity: UUID) -> int:
+    """0 for none."""
+    return max(private_versions(identity), default=0)
 
 
 def write_private_copy(identity: UUID, version: int, parts: Sequence[Bytes]) -> Snapshot | None:

@@ -214,12 +214,13 @@ class _Purge:
         return self._report
 
     def _publish(self) -> None:
-        """Publish the current state, so that new readers use the new chunks."""
+        """Publish the current state as a snapshot, so that new readers use the new chunks, and no
+        delta needs the versions before."""
         if self._session is None:
             return
         head = self._meta.head(self._info.name)
-        if head.version and self._versions.newest(self._identity) != head.version:
-            self._repository.publish(self._info.name)
+        if head.version and not self._versions.has_snapshot(self._identity, head.version):
+            self._repository.publish(self._info.name, as_snapshot=True)
 
     def _check_lease(self) -> None:
         if self._lease is not None:
@@ -461,10 +462,13 @@ class _Purge:
             self._versions, self._identity, published, self._policy, self._grace_s, planned
         )
         left = {**published, **planned}
-        expired = set(left).difference(retained, leased)
+        kept, newest = {*retained, *leased}, max(published, default=0)
+        # The newest version has a snapshot, or in a dry run would have one
+        kept |= self._versions.forms(self._identity).needed(kept - {newest})
+        expired = left.keys() - kept
         if EVERY_VERSION in leased or not self._listing_complete:
             expired = set()
-        for version in sorted(expired):
+        for version in sorted(expired, reverse=True):
             if self._session is not None:
                 self._check_lease()
                 self._versions.remove(self._identity, version)

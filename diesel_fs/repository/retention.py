@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -32,8 +33,10 @@ from ..format.object_names import (
     version_of_object,
 )
 from ..format.snapshot import layout as layout
+from ..format.snapshot.layout import RowsDigest
 from ..format.snapshot.reader import Snapshot
 from ..storage.objects.store import ObjectStore
+from .chains import PublishedForms
 from .leases import EVERY_VERSION, LEASE_S, POLICY, is_abandoned, leased_versions
 from .validation import CLOCK_ALLOWANCE_S, PUT_WINDOW_S
 from .versions import VersionStore
@@ -114,19 +117,20 @@ def _last_distinct(
 ) -> set[int]:
     """The last `count` of the ascending versions. Of neighbours with equal content only the newest
     counts."""
-    last, later_mark = set[int](), b""
+    last = set[int]()
+    later: RowsDigest | None = None
+    forms = versions.forms(identity) if count else PublishedForms(())
     for version in reversed(published):
         if len(last) == count:
             break
-        try:
-            _, mark = versions.front(identity, version)
-        except ObjectMissing:
+        if not forms.forms(version):
             continue
-        except FormatError:
-            mark = b""  # damaged: it may have any content
-        if mark != later_mark or not mark:
+        digest = None  # damaged, or of an old format: it may have any content
+        with suppress(FormatError, ObjectMissing):
+            digest = versions.header(identity, forms.forms(version)[0]).rows_digest
+        if digest is None or later is None or digest.seen != later.seen:
             last.add(version)
-        later_mark = mark
+        later = digest
     return last
 
 
@@ -152,13 +156,15 @@ def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identi
         policy = read_retention_policy(objects, identity)
         grace_s = max(GRACE_S, policy.grace_s)
         retained = retained_versions(versions, identity, published, policy, grace_s)
-        expired = [old for old in [*published][:-2] if old not in retained]
-        leased = leased_versions(objects, identity, time.time()) if expired else ()
+        if retained.issuperset([*published][:-2]):
+            return
+        leased = leased_versions(objects, identity, time.time())
+        kept = versions.forms(identity).needed({*retained, *leased, *[*published][-2:]})
     except DieselError as error:
         log.info("no version is removed: %s", error.message)
         return
-    for old in expired:
-        if old not in leased and EVERY_VERSION not in leased:
+    for old in sorted(published.keys() - kept, reverse=True):
+        if EVERY_VERSION not in leased:
             versions.remove(identity, old)
 
 
@@ -341,15 +347,18 @@ def remove_dataset(
     through it. With `but_name` it stays.
     """
     leased = leased_versions(objects, identity, time.time())
+    needed = versions.forms(identity).needed(leased)
     pinned, all_pinned = _pinned_chunks(versions, identity, leased)
     removed = left = 0
-    for name in list(objects.housekeeping.names(dataset_prefix(identity))):
+    # Backwards: a delta goes before what it builds on
+    for name in reversed([*objects.housekeeping.names(dataset_prefix(identity))]):
         if name == dataset_object(identity):
             continue
         chunk = chunk_of_object(name) if name.startswith(chunk_prefix(identity)) else None
         is_pinned = chunk is not None and (all_pinned or chunk in pinned)
         if name.startswith(snapshot_prefix(identity)):
-            is_pinned = all_pinned or version_of_object(name) in leased
+            form = version_of_object(name)
+            is_pinned = all_pinned or (form is not None and form.version in needed)
         if leased and name.startswith(lease_prefix(identity)):
             continue
         if is_pinned:

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from functools import partial
 from typing import Self
 from uuid import UUID
 
@@ -205,13 +206,13 @@ class StoredRepository(Repository):
             return error
         return MetadataBehind(f"the metadata store {known}", advice=f"run `dlcmd recover {name}`")
 
-    def view_of(self, info: DatasetInfo) -> Snapshot:
+    def view_of(self, info: DatasetInfo, *, lazy: bool = False) -> Snapshot:
         try:
-            return self._view_of(info)
+            return self._view_of(info, lazy=lazy)
         except ObjectMissing:  # two versions were published between listing and loading
-            return self._view_of(info)
+            return self._view_of(info, lazy=lazy)
 
-    def _view_of(self, info: DatasetInfo) -> Snapshot:
+    def _view_of(self, info: DatasetInfo, *, lazy: bool) -> Snapshot:
         newest = self.snapshots.newest(info.identity)
         if newest > (info.head.version if info.head else 0):
             self._maybe_behind.add(info.identity)
@@ -219,7 +220,7 @@ class StoredRepository(Repository):
             self._maybe_behind.discard(info.identity)
         if self._meta is not None and info.head is not None and newest <= info.head.version:
             try:
-                return self.snapshots.load_current(self._meta, info.head)
+                return self.snapshots.load_current(self._meta, info.head, lazy=lazy)
             except (CorruptError, MetadataError):
                 if not newest:
                     raise
@@ -227,7 +228,7 @@ class StoredRepository(Repository):
                     "the metadata store fails; readers get the snapshot of version %d", newest
                 )
         if newest:  # the metadata store cannot be used, or has lost the version
-            return self.snapshots.load(info.identity, newest)
+            return self.snapshots.load(info.identity, newest, lazy=lazy)
         if next(iter(self.objects.housekeeping.names(chunk_prefix(info.identity))), None) is None:
             return empty_snapshot(info.identity, info.name)
         raise self.behind_error(info.name)
@@ -400,15 +401,18 @@ class StoredRepository(Repository):
     def record_archive(self, identity: UUID, record: ArchiveRecord) -> None:
         write_record(self.objects, identity, record)
 
-    def publish(self, name: str, *, full: bool = False) -> int:
-        """As `Repository.publish`. Raises CorruptError, and publishes nothing, if the metadata
-        store's data about chunks of this process differ from their headers."""
+    def publish(self, name: str, *, full: bool = False, as_snapshot: bool = False) -> int:
+        """As `Repository.publish`; `as_snapshot` never writes a delta. Raises CorruptError, and
+        publishes nothing, if the metadata store's data about chunks of this process differ from
+        their headers."""
         info = self.dataset(name)
         if info.head is None:
             raise self.behind_error(name)
         self.meta.sync()
         digests = dict(self._digests.get(info.identity, {}))
-        version = self.snapshots.publish(self.meta, info.head, full=full, entry_digests=digests)
+        version = self.snapshots.publish(
+            self.meta, info.head, full=full, as_snapshot=as_snapshot, entry_digests=digests
+        )
         remove_expired_versions(self.objects, self.snapshots, info.identity)
         left = self._digests.get(info.identity, {})
         for chunk in digests:
@@ -451,7 +455,8 @@ class StoredRepository(Repository):
 
 class LocalWriteSession(WriteSession):
     def __init__(self, repository: StoredRepository, info: DatasetInfo) -> None:
-        super().__init__(info, repository.objects, repository.ids, repository.view_of)
+        load_view = partial(repository.view_of, lazy=True)
+        super().__init__(info, repository.objects, repository.ids, load_view)
         self._repository = repository
 
     def validate_chunk(self, preamble: bytes, header: bytes) -> ValidatedChunk:

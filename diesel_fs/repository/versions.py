@@ -1,13 +1,15 @@
-"""Published versions of datasets: snapshots as objects beside the chunks, and how they are made.
+"""Published versions of datasets: objects beside the chunks, and how they are written and read.
 
-A snapshot is all metadata of a dataset at one version. A version is the time of its commit in
-microseconds since 1970. A damaged snapshot counts as missing, and is made again from the metadata
-store. If possible, a reader gets a private copy in a mapped file (`private_copies.py`).
-Thread-safe.
+A version is the time of its commit in microseconds since 1970. It is published as a snapshot, all
+metadata at that version, or as a delta, what changed since an earlier one (`chains.py` decides). A
+damaged object counts as missing, and the version is made again from the metadata store. If
+possible, a reader gets a private copy in a mapped file (`private_copies.py`). Thread-safe.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 from uuid import UUID
@@ -16,20 +18,38 @@ import numpy as np
 
 from ..errors import CorruptError, DieselError, FormatError, ObjectExists, ObjectMissing
 from ..format.entries import RECORD, Bytes, ChunkId, Rows
-from ..format.object_names import snapshot_object, snapshot_prefix, version_of_object
+from ..format.object_names import (
+    VersionForm,
+    snapshot_prefix,
+    version_object,
+    version_of_object,
+)
+from ..format.snapshot import delta as deltas
 from ..format.snapshot.build import build_snapshot
+from ..format.snapshot.delta import Delta, DeltaHeader
 from ..format.snapshot.entry_digest import EntryDigest
-from ..format.snapshot.layout import FRONT_BYTES, SnapshotHeader, content_mark, parse_front
+from ..format.snapshot.layered import LayeredSnapshot
+from ..format.snapshot.layout import (
+    FRONT_BYTES,
+    RowsDigest,
+    SnapshotHeader,
+    content_mark,
+    parse_front,
+)
 from ..format.snapshot.reader import Snapshot
-from ..storage.metadata.store import DatasetHead, MetadataStore
+from ..storage.metadata.store import DatasetHead, MetadataChanges, MetadataStore
 from ..storage.objects.store import ObjectStore
-from .private_copies import open_private_copy, write_private_copy
+from .chains import Published, PublishedForms, choose_base
+from .private_copies import open_private_copy, private_versions, write_private_copy
 
 log = logging.getLogger("diesel.repository")
 
 _NO_DIGESTS: Mapping[ChunkId, EntryDigest] = MappingProxyType({})
 
 _NO_ROWS = Rows([], np.zeros(0, np.uint32), [], np.zeros(0, RECORD), np.zeros(0, np.uint32), [])
+
+_UNMERGED_ROWS_MAX = 1 << 16
+"""A writer looks up paths in a snapshot and deltas of so many rows; more are merged first."""
 
 
 class KeptVersion(NamedTuple):
@@ -62,31 +82,40 @@ class VersionStore(PublishedVersions):
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
         self._damaged: set[str] = set()  # names of damaged objects, which count as missing
+        self._looked_up: Snapshot | None = None  # the last base: opening it compares checksums
+
+    # Listing
 
     def newest(self, identity: UUID) -> int:
         return max(self.versions(identity), default=0)
 
     def versions(self, identity: UUID) -> list[int]:
         names = self._objects.housekeeping.names(snapshot_prefix(identity))
-        numbers = [version_of_object(name) for name in names if name not in self._damaged]
-        return sorted(number for number in numbers if number is not None)
+        forms = [version_of_object(name) for name in names if name not in self._damaged]
+        return sorted({form.version for form in forms if form is not None})
+
+    def forms(self, identity: UUID) -> PublishedForms:
+        return PublishedForms(
+            Published(form, info.name, info.bytes, info.modified_ns // 1000)
+            for info in self._objects.list(snapshot_prefix(identity))
+            if info.name not in self._damaged and (form := version_of_object(info.name)) is not None
+        )
 
     def published(self, identity: UUID) -> dict[int, int]:
-        """The published versions, ascending, and the time at which each was published (us since
-        1970): the later of the version's own time and its object's. The next put publishes a
-        killed put's commits; until then readers use the version before."""
-        published = {}
-        for info in self._objects.list(snapshot_prefix(identity)):
-            version = version_of_object(info.name)
-            if version is not None and info.name not in self._damaged:
-                published[version] = max(version, info.modified_ns // 1000)
-        return dict(sorted(published.items()))
+        """The published versions, ascending, and when each was published, in us since 1970."""
+        forms = self.forms(identity)
+        return {version: forms.published_us(version) for version in forms.versions}
+
+    def has_snapshot(self, identity: UUID, version: int) -> bool:
+        return any(not each.form.base for each in self.forms(identity).forms(version))
 
     def kept(self, identity: UUID) -> list[KeptVersion]:
         kept = []
-        for version in self.versions(identity):
+        forms = self.forms(identity)
+        for version in forms.versions:
             try:
-                header, _ = self.front(identity, version)
+                forms.chain(version)
+                header = self.header(identity, forms.forms(version)[0])
             except (FormatError, ObjectMissing) as error:
                 log.warning("version %d is not listed: %s", version, error.message)
                 continue
@@ -94,24 +123,135 @@ class VersionStore(PublishedVersions):
             kept.append(KeptVersion(version, version * 1000, header.files, header.file_bytes))
         return kept
 
-    def front(self, identity: UUID, version: int) -> tuple[SnapshotHeader, bytes]:
-        """The header of a published version's snapshot, and its content mark: equal for two
-        snapshots with equal content. Raises FormatError, ObjectMissing."""
-        name = snapshot_object(identity, version)
-        header, mark = parse_front(self._objects.get(name, 0, FRONT_BYTES))
-        if (header.identity, header.version) != (identity, version):
-            raise CorruptError(f"{name} holds another snapshot")
-        return header, mark
+    def header(self, identity: UUID, published: Published) -> SnapshotHeader | DeltaHeader:
+        """Raises FormatError, ObjectMissing."""
+        header: SnapshotHeader | DeltaHeader
+        with self._named(published):
+            if published.form.base:
+                front = self._objects.get(published.name, 0, deltas.HEADER_BYTES)
+                header = deltas.parse_delta_header(front)
+            else:
+                header = parse_front(self._objects.get(published.name, 0, FRONT_BYTES))
+            _check_form(header, identity, published)
+        return header
 
-    def load(self, identity: UUID, version: int) -> Snapshot:
+    @contextmanager
+    def _named(self, published: Published) -> Iterator[None]:
+        """Names the object in errors about its bytes."""
+        try:
+            yield
+        except FormatError as error:
+            error.message = f"{published.name}: {error.message}"
+            raise
+
+    # Reading
+
+    def load(self, identity: UUID, version: int, *, lazy: bool = False) -> Snapshot:
+        """`lazy` is as of `Repository.view`."""
         copy = open_private_copy(identity, version)
         if copy is not None:
             return copy
-        checked = self.fetch_verified(identity, version)
-        return write_private_copy(identity, version, [checked.buffer]) or checked
+        if lazy:
+            with suppress(CorruptError):  # perhaps a private copy is wrong: without it, then
+                base, above = self._lookups(identity, self.forms(identity).chain(version))
+                return LayeredSnapshot(base, above) if above else base
+        parts = self._read(identity, version)
+        return write_private_copy(identity, version, parts) or _in_memory(parts)
+
+    def load_without_copy(self, identity: UUID, version: int) -> Snapshot:
+        return open_private_copy(identity, version) or _in_memory(self._read(identity, version))
+
+    def fetch_verified(self, identity: UUID, version: int) -> Snapshot:
+        """Read a version from the object store alone, and check it whole. Raises FormatError,
+        ObjectMissing."""
+        base, above = self._chain(identity, version, use_copies=False)
+        parts = deltas.apply_deltas(base, above) if above else [base.buffer]
+        return Snapshot(memoryview(b"".join(parts)), verify=True)
+
+    def _read(self, identity: UUID, version: int) -> Sequence[Bytes]:
+        try:
+            base, above = self._chain(identity, version, use_copies=True)
+            return deltas.apply_deltas(base, above) if above else [base.buffer]
+        except CorruptError as error:  # perhaps of a private copy
+            log.warning("a version is read from the store alone: %s", error.message)
+            return [self.fetch_verified(identity, version).buffer]
+
+    def _chain(
+        self, identity: UUID, version: int, *, use_copies: bool
+    ) -> tuple[Snapshot, list[Delta]]:
+        """A snapshot, and the deltas above it that lead to the version. If a part of the chain is
+        removed meanwhile, the versions are listed again. Raises FormatError for a damaged part,
+        ObjectMissing if the version is gone."""
+        while True:
+            forms = self.forms(identity)
+            if not forms.forms(version):
+                raise ObjectMissing(f"version {version} is not published")
+            chain = forms.chain(version)
+            try:
+                return self._read_chain(identity, chain, use_copies=use_copies)
+            except ObjectMissing:
+                if self.forms(identity).forms(version) == forms.forms(version):
+                    raise
+
+    def _read_chain(
+        self, identity: UUID, chain: Sequence[Published], *, use_copies: bool
+    ) -> tuple[Snapshot, list[Delta]]:
+        above: list[Delta] = []
+        copies = self._copies(identity) if use_copies else []
+        before = chain[0].form.version + 1  # a delta leads to it from each version since its base
+        for published in chain:
+            while copies and copies[-1] >= published.form.version:
+                version = copies.pop()
+                copy = self._copy(identity, version) if version < before else None
+                if copy is not None:
+                    return copy, above[::-1]
+            before = published.form.version
+            if not published.form.base:
+                with self._named(published):
+                    content = memoryview(self._objects.get(published.name))
+                    snapshot = Snapshot(content, verify=True)
+                    _check_form(snapshot.header, identity, published)
+                return snapshot, above[::-1]
+            above.append(self._delta(identity, published))
+        raise AssertionError("a chain ends with a snapshot")
+
+    def _copies(self, identity: UUID) -> list[int]:
+        """The versions that `_copy` may have, ascending."""
+        last = self._looked_up
+        own = {last.version} if last is not None and last.identity == identity else set[int]()
+        return sorted({*private_versions(identity), *own})
+
+    def _copy(self, identity: UUID, version: int) -> Snapshot | None:
+        last = self._looked_up
+        if last is not None and (last.identity, last.version) == (identity, version):
+            return last
+        return open_private_copy(identity, version)
+
+    def _delta(self, identity: UUID, published: Published) -> Delta:
+        with self._named(published):
+            delta = deltas.parse_delta(self._objects.get(published.name))
+            _check_form(delta.header, identity, published)
+        return delta
+
+    def deltas_between(
+        self, identity: UUID, have: int, version: int
+    ) -> Sequence[bytes | bytearray] | None:
+        """The objects of the deltas that lead from the version `have` to a later one, the earliest
+        first; None if no deltas do."""
+        found: list[bytes | bytearray] = []
+        try:
+            for published in self.forms(identity).chain(version):
+                if not have < published.form.version or not published.form.base:
+                    return None
+                found.append(self._objects.get(published.name))
+                if published.form.base <= have:
+                    return found[::-1]
+        except (FormatError, ObjectMissing):  # the snapshot is sent
+            return None
+        return None
 
     def load_current(
-        self, meta: MetadataStore, head: DatasetHead, *, full: bool = False
+        self, meta: MetadataStore, head: DatasetHead, *, full: bool = False, lazy: bool = False
     ) -> Snapshot:
         """The snapshot of the metadata store's current version. If it is not published, it is made
         from the previous one and the changes since; with `full`, from the metadata store alone."""
@@ -123,13 +263,20 @@ class VersionStore(PublishedVersions):
                 return copy
             if head.version in self.versions(head.identity):
                 try:
-                    return self.load(head.identity, head.version)
+                    return self.load(head.identity, head.version, lazy=lazy)
                 except FormatError as error:  # it can be made again
-                    self._damaged.add(snapshot_object(head.identity, head.version))
-                    log.warning("a snapshot is damaged, and is made again: %s", error.message)
+                    self._forget_damaged(head.identity, head.version)
+                    log.warning("a version is damaged, and is made again: %s", error.message)
         version, parts = self._export(meta, head, full=full)
         copy = write_private_copy(head.identity, version, parts)
         return copy or Snapshot(memoryview(b"".join(parts)), verify=False)
+
+    def _forget_damaged(self, identity: UUID, version: int) -> None:
+        """The version counts as missing from now on."""
+        names = (each.name for each in self.forms(identity).forms(version))
+        self._damaged.update(names)
+
+    # Writing
 
     def publish(
         self,
@@ -137,48 +284,141 @@ class VersionStore(PublishedVersions):
         head: DatasetHead,
         *,
         full: bool = False,
+        as_snapshot: bool = False,
         entry_digests: Mapping[ChunkId, EntryDigest] = _NO_DIGESTS,
     ) -> int:
-        """Write the snapshot of the current version to the object store; returns the version.
+        """Write the current version to the object store; returns the version. `as_snapshot` never
+        writes a delta; `full` makes a snapshot from the metadata store alone.
 
         `entry_digests` has digests of the entries of chunks that this process committed. Raises
         CorruptError, and publishes nothing, if the metadata store has other entries of such a
         chunk, or if the version is published with another content.
         """
-        version, parts = self._export(meta, head, full=full, entry_digests=entry_digests)
-        name = snapshot_object(head.identity, version)
-        try:
-            self._objects.put(name, parts)
-        except ObjectExists:
+        if not (full or as_snapshot):
             try:
-                published_mark = content_mark(self.fetch_verified(head.identity, version).buffer)
-            except FormatError:  # a damaged one is replaced
-                self._objects.delete(name)
-                self._objects.put(name, parts)
-                published_mark = content_mark(parts[0])
-            if published_mark != content_mark(parts[0]):
-                raise CorruptError(
-                    f"version {version} of {head.name!r} is published with another content than"
-                    " the metadata have",
-                    advice=f"run `dlcmd recover {head.name}`, which makes another version",
-                ) from None
-        self._damaged.discard(name)
+                version = self._publish_delta(meta, head, entry_digests)
+            except (FormatError, ObjectMissing) as error:
+                log.warning("a snapshot is published, not a delta: %s", error.message)
+            else:
+                if version:
+                    return version
+        version, parts = self._export(meta, head, full=full, entry_digests=entry_digests)
+        self._write(head, VersionForm(version, 0), parts, parse_front(parts[0]))
         return version
 
-    def remove(self, identity: UUID, version: int) -> None:
-        self._objects.delete(snapshot_object(identity, version))
+    def _write(
+        self,
+        head: DatasetHead,
+        form: VersionForm,
+        parts: Sequence[Bytes],
+        header: SnapshotHeader | DeltaHeader,
+    ) -> None:
+        """Create the object of a form of a version, unless it is there already. A damaged one is
+        replaced. Raises CorruptError if the version is published with another content."""
+        identity, name = head.identity, version_object(head.identity, form)
+        is_written = False
+        while not is_written:
+            is_damaged = name in self._damaged
+            for published in self.forms(identity).forms(form.version):
+                try:
+                    same = self._is_same(identity, published, parts, header)
+                except (FormatError, ObjectMissing):
+                    is_damaged |= published.name == name
+                    continue
+                if not same:
+                    raise CorruptError(
+                        f"version {form.version} of {head.name!r} is published with another"
+                        " content than the metadata have",
+                        advice=f"run `dlcmd recover {head.name}`, which makes another version",
+                    )
+                is_written |= published.name == name
+            if is_damaged:
+                self._objects.delete(name)
+            if not is_written:
+                with suppress(ObjectExists):  # another process was faster: compare
+                    self._objects.put(name, parts)
+                    is_written = True
+        self._damaged.discard(name)
 
-    def load_without_copy(self, identity: UUID, version: int) -> Snapshot:
-        return open_private_copy(identity, version) or self.fetch_verified(identity, version)
-
-    def fetch_verified(self, identity: UUID, version: int) -> Snapshot:
-        """Read a snapshot from the object store and check it whole. Raises FormatError,
+    def _is_same(
+        self,
+        identity: UUID,
+        published: Published,
+        parts: Sequence[Bytes],
+        header: SnapshotHeader | DeltaHeader,
+    ) -> bool:
+        """Whether a published form of a version has its content. Raises FormatError,
         ObjectMissing."""
-        name = snapshot_object(identity, version)
-        snapshot = Snapshot(memoryview(self._objects.get(name)), verify=True)
-        if (snapshot.identity, snapshot.version) != (identity, version):
-            raise CorruptError(f"{name} holds another snapshot")
-        return snapshot
+        if isinstance(header, SnapshotHeader) and not published.form.base:
+            content = self._objects.get(published.name)
+            Snapshot(memoryview(content), verify=True)
+            return content_mark(content) == content_mark(parts[0])
+        theirs = self.header(identity, published)
+        digests = (theirs.digest, theirs.rows_digest or header.rows_digest)
+        return digests == (header.digest, header.rows_digest)
+
+    def _publish_delta(
+        self, meta: MetadataStore, head: DatasetHead, entry_digests: Mapping[ChunkId, EntryDigest]
+    ) -> int:
+        """Publish what changed since an earlier version; returns the version, or 0 if it needs a
+        snapshot. Raises FormatError, ObjectMissing if the base cannot be read, or if the changes
+        contradict themselves or `entry_digests`."""
+        identity = head.identity
+        forms = self.forms(identity)
+        newest = max((v for v in forms.versions if v < head.version), default=0)
+        if not newest or forms.forms(head.version):
+            return 0
+        chain = forms.chain(newest)
+        changes = meta.changes(identity, newest)
+        at = choose_base(chain, deltas.delta_bytes(changes.rows))
+        before = self.header(identity, chain[0])
+        base, above = self._lookups(identity, chain)
+        table = set(base.chunk_ids)
+        table.update(chunk.id for delta in above for chunk in delta.added)
+        current = {chunk.id for chunk in changes.chunks}
+        if at is None or before.rows_digest is None or not current.issuperset(table):
+            return 0
+        merged = [self._delta(identity, published) for published in chain[:at]]
+        table.difference_update(chunk.id for delta in merged for chunk in delta.added)
+        rows_digest = before.rows_digest.minus(deltas.digest_at(base, above, changes.rows))
+        rows_digest = rows_digest.plus(_checked(changes, entry_digests))
+        rows = deltas.merged_rows([*(each.rows for each in reversed(merged)), changes.rows])
+        header = DeltaHeader(
+            identity=identity,
+            dataset=head.name,
+            version=changes.head.version,
+            base=chain[at].form.version,
+            files=changes.head.files,
+            file_bytes=changes.head.bytes,
+            chunks=changes.head.chunks,
+            digest=changes.head.digest,
+            rows_digest=rows_digest,
+            rows=len(rows),
+        )
+        added = [chunk for chunk in changes.chunks if chunk.id not in table]
+        form = VersionForm(header.version, header.base)
+        self._write(head, form, deltas.write_delta(Delta(header, rows, added)), header)
+        return form.version
+
+    def _lookups(self, identity: UUID, chain: Sequence[Published]) -> tuple[Snapshot, list[Delta]]:
+        """A snapshot and few rows of deltas above it, in which a writer looks paths up."""
+        base, above = self._read_chain(identity, chain, use_copies=True)
+        rows = 0
+        for at, delta in reversed([*enumerate(above)]):
+            rows += len(delta.rows)
+            if rows > _UNMERGED_ROWS_MAX:
+                self._looked_up = self.load(identity, delta.header.version)
+                return self._looked_up, above[at + 1 :]
+        if not isinstance(base.buffer.obj, mmap.mmap):  # it comes from the store
+            base = write_private_copy(identity, base.version, [base.buffer]) or base
+        self._looked_up = base
+        return base, above
+
+    def remove(self, identity: UUID, version: int) -> None:
+        """The caller removes later versions first: so each delta that is left after a crash can be
+        read."""
+        for published in self.forms(identity).forms(version):
+            self._objects.delete(published.name)
 
     def _export(
         self,
@@ -224,3 +464,33 @@ class VersionStore(PublishedVersions):
                 except DieselError:
                     continue
         return None
+
+
+def _check_form(header: SnapshotHeader | DeltaHeader, identity: UUID, published: Published) -> None:
+    base = header.base if isinstance(header, DeltaHeader) else 0
+    if (header.identity, header.version, base) != (identity, *published.form):
+        raise CorruptError("it holds another version")
+
+
+def _in_memory(parts: Sequence[Bytes]) -> Snapshot:
+    content = parts[0] if len(parts) == 1 else b"".join(parts)
+    return Snapshot(memoryview(content), verify=False)
+
+
+def _checked(changes: MetadataChanges, entry_digests: Mapping[ChunkId, EntryDigest]) -> RowsDigest:
+    """The digest of the changed rows. Raises CorruptError if they contradict themselves or
+    `entry_digests`: a snapshot of them alone has the checks of a merge."""
+    head = changes.head
+    parts = build_snapshot(
+        None,
+        changes.rows,
+        changes.chunks,
+        identity=head.identity,
+        dataset=head.name,
+        version=head.version,
+        digest=head.digest,
+        entry_digests=entry_digests,
+    )
+    digest = parse_front(parts[0]).rows_digest
+    assert digest is not None
+    return digest

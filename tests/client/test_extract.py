@@ -92,7 +92,8 @@ def test_E2_a_content_of_another_length_is_a_failure(pets: Pets, tmp_path: Path)
     sizes = view.columns.size.copy()
     sizes[view.lookup(b"liar")] = 1_100_000_000
     forged = view.columns._replace(size=sizes)
-    header = layout.header_of(forged, view.identity, view.dataset, view.version, view.digest)
+    values = (view.identity, view.dataset, view.version, view.digest, view.rows_digest)
+    header = layout.header_of(forged, *values)
     bad = Snapshot(b"".join(layout.write(header, forged)), verify=False)
     report = pets.get(tmp_path / "out", view=bad)
     assert "3000 bytes" in report.failed[0][1]

@@ -332,7 +332,8 @@ def forged(view: Snapshot, path: bytes, field: str) -> bytes:
     column = np.array(getattr(view.columns, field))
     column[view.lookup(path)] ^= 1
     columns = view.columns._replace(**{field: column})
-    header = layout.header_of(columns, view.identity, view.dataset, view.version, view.digest)
+    values = (view.identity, view.dataset, view.version, view.digest, view.rows_digest)
+    header = layout.header_of(columns, *values)
     return b"".join(layout.write(header, columns))
 
 

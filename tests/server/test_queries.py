@@ -3,10 +3,11 @@
 import shutil
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
+from unittest.mock import Mock
 from uuid import UUID, uuid4
 
 import lz4.block
@@ -33,6 +34,7 @@ from diesel_fs.net.messages import Message
 from diesel_fs.remote.repository import RemoteSnapshots
 from diesel_fs.remote.values import columns_message, parts_message
 from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.private_copies import write_private_copy
 from diesel_fs.storage.accounts.account import Account
 from diesel_server.requests import queries
 from diesel_server.requests.dispatcher import Reply, Request
@@ -383,18 +385,81 @@ def clients_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class LyingLink:
-    def __init__(self, version: int, content: bytes) -> None:
-        self.version, self.content = version, content
+    def __init__(self, version: int, content: bytes, deltas: Sequence[int] = ()) -> None:
+        """`deltas` are in the answers to a client that has a version."""
+        self.version, self.content, self.deltas = version, content, list(deltas)
 
-    def stream(self, _: object) -> Iterator[Answer]:
+    def stream(self, request: Message) -> Iterator[Answer]:
         if self.content:
             block = lz4.block.compress(self.content, store_size=False)
             yield Answer({"more": True, "bytes": len(self.content)}, memoryview(block))
-        yield Answer({"version": self.version, "total": len(self.content)}, memoryview(b""))
+        last: Message = {"version": self.version, "total": len(self.content)}
+        if request["have"] and self.deltas:
+            last["deltas"] = [*self.deltas]
+        yield Answer(last, memoryview(b""))
 
 
 def fetched(version: int, content: bytes, identity: UUID) -> Snapshot:
     return RemoteSnapshots(cast(RpcClient, LyingLink(version, content))).current(identity)
+
+
+def test_only_deltas_are_sent_to_a_client_that_has_an_earlier_version(
+    filled: InProcessServer, clients_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diesel_fs.repository.chains._SNAPSHOT_BYTES_MIN", 0)
+    admin, store = filled.admin, filled.store
+    maker = ChunkMaker(admin)
+    for i in range(300):  # so that a delta is a small part of the snapshot
+        maker.add(b"f%d" % i, b"%d" % i)
+    maker.put(*maker.seal())
+    store.publish("ds", as_snapshot=True)
+    own = admin.view("ds")
+    answers: list[tuple[object, object]] = []
+    real = filled.handlers["snapshot"]
+
+    async def counted(request: Request) -> AsyncGenerator[Reply, None]:
+        async for reply in real(request):  # type: ignore[union-attr]  # one of several kinds
+            answers.append((reply.message.get("deltas"), reply.message.get("total", 0)))
+            yield reply
+
+    filled.handlers["snapshot"] = counted
+
+    def publish(path: bytes) -> Snapshot:
+        ChunkMaker(admin).file(path, b"1")
+        store.publish("ds")
+        return store.snapshots.load_current(store.meta, store.meta.head("ds"), full=True)
+
+    for lazy in (True, False):
+        publish(b"new%d" % lazy)
+        expected = publish(b"newer%d" % lazy)
+        shutil.rmtree(clients_cache)
+        write_private_copy(own.identity, own.version, [own.buffer])
+        found = admin.view("ds", lazy=lazy)
+        assert bytes(found.buffer) == bytes(expected.buffer)
+        deltas, total = answers[-1]
+        assert isinstance(deltas, list)
+        assert isinstance(total, int)
+        assert 0 < total == sum(deltas) < len(own.buffer) // 2
+    assert bytes(admin.view("ds").buffer) == bytes(expected.buffer)
+    assert answers[-1] == (None, 0), "the client has a private copy of the version now"
+    expected = publish(b"last")
+    shutil.rmtree(clients_cache)
+    write_private_copy(own.identity, own.version, [own.buffer])
+    refusing = Mock(side_effect=CorruptError("other rows"))
+    monkeypatch.setattr("diesel_fs.remote.repository.apply_deltas", refusing)
+    assert bytes(admin.view("ds").buffer) == bytes(expected.buffer)
+    assert answers[-1][0] is None, "a client that cannot apply deltas gets the whole snapshot"
+
+
+def test_deltas_with_wrong_lengths_are_refused(
+    filled: InProcessServer, clients_cache: Path
+) -> None:
+    view = filled.admin.view("ds")
+    content = bytes(view.buffer)
+    for lengths in ([len(content) - 1], [0, len(content)], [-1, len(content) + 1], [len(content)]):
+        link = LyingLink(view.version + 1, content, lengths)
+        with pytest.raises(CorruptError, match="in place of version"):  # of the second request
+            RemoteSnapshots(cast(RpcClient, link)).current(view.identity)
 
 
 def test_a_damaged_or_other_snapshot_is_refused(

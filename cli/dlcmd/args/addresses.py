@@ -44,9 +44,10 @@ class Address:
         return current_view(repository, repository.dataset(self.dataset))
 
 
-def current_view(repository: Repository, info: DatasetInfo) -> Snapshot:
-    """Opens the newest snapshot. Prints a note, once per command, if it may be out of date."""
-    view = repository.view_of(info)
+def current_view(repository: Repository, info: DatasetInfo, *, lazy: bool = False) -> Snapshot:
+    """Opens the newest snapshot (`lazy`: as of `Repository.view`). Prints a note, once per command,
+    if it may be out of date."""
+    view = repository.view_of(info, lazy=lazy)
     meta = click.get_current_context().meta
     if (warning := repository.staleness_warning(view)) and not meta.get(_STALENESS_NOTED):
         meta[_STALENESS_NOTED] = True

@@ -232,7 +232,7 @@ def _is_folder(repository: Repository, target: Address) -> bool:
     if not target.path:
         return True
     try:
-        view = repository.view(target.dataset)
+        view = repository.view(target.dataset, lazy=True)
     except NoSuchDataset:
         return False
     index = view.lookup(target.path)

@@ -33,7 +33,7 @@ def rm(targets: tuple[Address, ...], recursive: bool) -> None:
         for target in targets:
             by_dataset.setdefault(target.dataset, []).append(target)
         for name, chosen in by_dataset.items():  # raises, before any is deleted, if one is missing
-            _paths(repository.view(name), chosen, recursive=recursive)
+            _paths(repository.view(name, lazy=True), chosen, recursive=recursive)
         deleted = 0
         for name, chosen in by_dataset.items():
             session = repository.begin(name, create=False)

@@ -29,7 +29,8 @@ def stat(target: Address) -> None:
     """
     with open_repository_from_flags() as repository:
         info = repository.dataset(target.dataset)
-        view = target.view(repository) if target.version else current_view(repository, info)
+        is_current = not target.version
+        view = current_view(repository, info, lazy=True) if is_current else target.view(repository)
         index = view.index_of(target.path)
         described = entry_json(view, index, target.path, view.stat(index))
         if not target.path:

@@ -2,7 +2,7 @@
 
 The kernel then answers look-ups, attributes and listings without a request to us. Contents lie on
 another device of the file system, the **content file**, at addresses that the image gives
-(FORMAT.md, section 8). Read `addresses`, then `tree` (the file system), then `file` (`build_image`
+(FORMAT.md, section 9). Read `addresses`, then `tree` (the file system), then `file` (`build_image`
 makes an image, `Image` opens it).
 """
 

@@ -1,4 +1,4 @@
-"""Gives each content of a snapshot its address in the content file (FORMAT.md, section 8). Any
+"""Gives each content of a snapshot its address in the content file (FORMAT.md, section 9). Any
 thread.
 
 An **address** is the number of a block of 4 KiB. Images of one dataset that are built one after

@@ -1,7 +1,7 @@
 """The file of an image: the tree, the columns about the content file, and a trailer. Any thread.
 
 The file system stands at the start, so the kernel mounts the file as it is. The trailer has the
-lengths and checksums of all parts (FORMAT.md, section 8).
+lengths and checksums of all parts (FORMAT.md, section 9).
 """
 
 import struct

@@ -1,4 +1,4 @@
-"""The tree of an image: an EROFS file system without contents (FORMAT.md, section 8). Any thread.
+"""The tree of an image: an EROFS file system without contents (FORMAT.md, section 9). Any thread.
 
 Files' inodes name blocks of the content file (`addresses.py`). All work is done by columns, in
 batches.
@@ -304,7 +304,7 @@ class ImageTree:
         self._large_blocks = -(-large // _LARGE_IN_BLOCK)
 
     def _place_blocks(self) -> None:
-        """The order is that of FORMAT.md, section 8."""
+        """The order is that of FORMAT.md, section 9."""
         at = _INODES_AT + self._mixed_blocks + self._small_blocks + self._large_blocks
         in_block = ~self._is_inline
         in_block[: self.root_blocks] = False

@@ -2,7 +2,7 @@
 Any thread.
 
 A **row** is one changed entry (`Rows` in `format/entries.py`): new, replaced, or a tombstone.
-`_MergePlan` decides which entry is visible at each path, `_EntryOrder` gives each entry its
+`MergePlan` decides which entry is visible at each path, `EntryOrder` gives each entry its
 position, and `_Assembly` makes the columns of the result. `layout.py` defines implicit folders and
 shadowed entries.
 
@@ -36,6 +36,7 @@ from ..entries import EXTENT, MODE_MASK, PATH_BYTES_MAX, ChunkId, ChunkInfo, Kin
 from . import layout
 from .entry_digest import EntryDigest, check_entry_digests
 from .reader import ROOT_HASH, ROOT_INDEX, Indices, Snapshot
+from .rows_digest import digest_of_entries, digest_of_rows
 
 _NO_CHUNK = 0xFFFFFFFF
 _BLOCK = 1 << 18  # entries per step, if several columns are made
@@ -66,14 +67,23 @@ def build_snapshot(
     table = sorted(chunks)
     if len({chunk.id for chunk in table}) != len(table):
         raise UsageError("the chunk table holds a chunk twice")
-    plan = _MergePlan(old, rows, _ChangedFolders(old, rows))
+    plan = MergePlan(old, rows, _ChangedFolders(old, rows))
     del rows
+    rows_digest = plan.rows_digest()
     order = _order_of(plan)
     del plan.hash, plan.ascends, plan.new_rows  # the order replaces them
     columns = _Assembly(plan, order, table).columns()
     del plan, order
     check_entry_digests(columns, entry_digests)
-    return layout.write(layout.header_of(columns, identity, dataset, version, digest), columns)
+    header = layout.header_of(columns, identity, dataset, version, digest, rows_digest)
+    return layout.write(header, columns)
+
+
+def plan_merge(previous: Snapshot, rows: Rows) -> tuple["MergePlan", "EntryOrder"]:
+    """Which entries a merge changes, and where they stand; costs nothing for the others. Raises
+    UsageError, CorruptError as `build_snapshot`, except for places and the lengths of paths."""
+    plan = MergePlan(previous, rows, _ChangedFolders(previous, rows))
+    return plan, _order_of(plan)
 
 
 def _empty(identity: UUID, dataset: str) -> Snapshot:
@@ -87,7 +97,8 @@ def _empty(identity: UUID, dataset: str) -> Snapshot:
     )
     columns.flags[0] = layout.IMPLICIT_FOLDER
     columns.chunk[0] = 1  # where its first child would be
-    parts = layout.write(layout.header_of(columns, identity, dataset, 0, 0), columns)
+    header = layout.header_of(columns, identity, dataset, 0, 0, layout.NO_ROWS)
+    parts = layout.write(header, columns)
     return Snapshot(b"".join(parts), verify=False)
 
 
@@ -144,20 +155,19 @@ class _ChangedFolders:
         return len(self.name)
 
 
-class _MergePlan:
+class MergePlan:
     """Which entry is visible at each path, which are removed, which are new. An entry's attributes
     without its name are its **data**, numbered: first the previous snapshot's visible entries, then
-    its shadowed ones, then the rows, and last one number for all implicit folders."""
+    its shadowed ones, then the rows, and last one number for all implicit folders. Takes memory and
+    time for the rows only, not for the previous snapshot."""
 
     def __init__(self, old: Snapshot, rows: Rows, folders: _ChangedFolders) -> None:
         self.old, self.rows, self.folders = old, rows, folders
         self.names = Names.of(rows.names)
-        self.old_kind = layout.kinds(old.columns.flags)
         self.first_row = old.entry_count + len(old.columns.shadowed)
         self.implicit = self.first_row + len(rows)
-        self.data: Indices = np.arange(old.entry_count)
-        """The data that is visible at each previous entry now."""
-        self.removed: layout.Mask = np.zeros(old.entry_count, np.bool_)
+        self._changed: list[tuple[Indices, Indices]] = []  # previous entries, their data now
+        self._removed: list[Indices] = []
         self.shadow: dict[int, int] = {
             entry: old.entry_count + j for j, entry in enumerate(old.shadowing_folders().tolist())
         }
@@ -170,6 +180,8 @@ class _MergePlan:
         """Data of each new folder."""
         self.new_rows: Indices
         """Rows that become new entries, ascending; without those of `_ChangedFolders`."""
+        self._replaced: list[tuple[Indices, layout.U8]] = []  # data of old rows, hashes of paths
+        self._root_row = -1
         self._check_rows()
         self._hash_names()
         own_row = self._rows_of_folders()
@@ -184,6 +196,15 @@ class _MergePlan:
         if wrong.any():
             i = int(wrong.argmax())
             raise UsageError(f"the row of {shown(rows.path(i))} has an impossible record")
+        if len(rows) and int(rows.chunk.max()) >= len(rows.chunks):
+            raise UsageError("a row names a chunk that it does not have")
+        many = (kind == Kind.FILE) & (records["extents"] > 1)
+        for i in np.flatnonzero(many | (kind == Kind.LINK)).tolist():
+            tail = rows.tails.get(i)
+            if tail is None:
+                raise UsageError(f"the row of {shown(rows.path(i))} lacks its tail")
+            if many[i] and len(tail) != EXTENT.itemsize * int(records["extents"][i]):
+                raise UsageError(f"{shown(rows.path(i))} lacks some of its extents")
 
     def _hash_names(self) -> None:
         """Hash each row's path, and compare its name with the next's. Works in blocks, so that few
@@ -223,6 +244,7 @@ class _MergePlan:
                 if number in own_row:
                     raise UsageError(f"two rows have one path: {shown(self.rows.path(i))}")
                 own_row[number] = i
+        self._root_row = own_row.get(0, -1)
         return own_row
 
     def _plan_leaves(self, own_row: dict[int, int]) -> None:
@@ -245,26 +267,31 @@ class _MergePlan:
         kind = rows.records["kind"][leaf_rows]
         is_new, exists = (at < 0) & (kind != Kind.TOMBSTONE), at >= 0
         self.new_rows = leaf_rows[is_new]
-        self._change(at[exists], leaf_rows[exists], kind[exists])
-        removed_from = folder[exists][self.removed[at[exists]]]
+        self._note_replaced(at[exists], self.hash[leaf_rows[exists]])
+        is_removed = self._change(at[exists], leaf_rows[exists], kind[exists])
+        removed_from = folder[exists][is_removed]
         self.entry_changes += np.bincount(folder[is_new], minlength=len(folders))
         self.entry_changes -= np.bincount(removed_from, minlength=len(folders))
 
-    def _change(self, at: Indices, row: Indices, kind: npt.NDArray[np.uint8]) -> None:
+    def _change(self, at: Indices, row: Indices, kind: npt.NDArray[np.uint8]) -> layout.Mask:
+        """Returns which of the entries `at` are removed."""
         if len(np.unique(at)) != len(at):
             raise UsageError("two rows have one path")
-        is_folder, child_count = self.old_kind[at] == Kind.FOLDER, self.old.columns.offset[at]
-        has_children = is_folder & (child_count > 0)
+        is_folder = layout.kinds(self.old.columns.flags[at]) == Kind.FOLDER
+        has_children = is_folder & (self.old.columns.offset[at] > 0)
         is_tombstone = kind == Kind.TOMBSTONE
-        self.removed[at[~has_children & is_tombstone]] = True
+        is_removed: layout.Mask = ~has_children & is_tombstone
+        self._removed.append(at[is_removed])
         is_visible = ~is_tombstone & (~has_children | (kind == Kind.FOLDER))
-        self.data[at[is_visible]] = self.first_row + row[is_visible]
-        self.data[at[has_children & ~is_visible]] = self.implicit
+        self._changed.append((at[is_visible], self.first_row + row[is_visible]))
+        becomes_implicit = at[has_children & ~is_visible]
+        self._changed.append((becomes_implicit, np.full(len(becomes_implicit), self.implicit)))
         for entry in at[has_children].tolist():
             self.shadow.pop(entry, None)
         hidden = has_children & ~is_tombstone & ~is_visible
         for entry, i in zip(at[hidden].tolist(), row[hidden].tolist(), strict=True):
             self.shadow[entry] = self.first_row + i
+        return is_removed
 
     def _plan_folders(self, own_row: dict[int, int]) -> None:
         """The deepest come first, since an implicit folder goes with its last entry."""
@@ -274,6 +301,9 @@ class _MergePlan:
             at = folders.old_index[number]
             own, own_kind = self._own(at)
             if number in own_row:
+                if own >= 0:
+                    replaced = np.array([own]), np.array([folders.hash[number]], np.uint64)
+                    self._replaced.append(replaced)
                 own = self.first_row + own_row[number]
                 own_kind = Kind(kinds[own_row[number]])
                 own = -1 if own_kind == Kind.TOMBSTONE else own
@@ -283,8 +313,10 @@ class _MergePlan:
             visible = self.implicit if shadowed or own < 0 else own
             if at >= 0:
                 self.shadow.pop(at, None)
-                self.removed[at] = not exists
-                self.data[at] = visible
+                if not exists:
+                    self._removed.append(np.array([at]))
+                elif visible != at:
+                    self._changed.append((np.array([at]), np.array([visible])))
                 changes[folders.parent[number]] -= not exists
                 if shadowed:
                     self.shadow[at] = own
@@ -294,21 +326,53 @@ class _MergePlan:
                 if shadowed:
                     self.new_shadow[number] = own
 
+    def _note_replaced(self, at: Indices, path: layout.U8) -> None:
+        """Remember the data of previous entries that rows replace, or of what these shadow."""
+        data = at.copy()
+        implicit = np.flatnonzero(self.old.columns.flags[at] & np.uint32(layout.IMPLICIT))
+        for i in implicit.tolist():
+            data[i] = self.shadow.get(int(at[i]), -1)
+        own = data >= 0
+        self._replaced.append((data[own], path[own]))
+
+    @cached_property
+    def changed(self) -> tuple[Indices, Indices]:
+        """The previous entries with other data than their own, and this data."""
+        nothing = np.zeros(0, np.int64)
+        at, data = zip((nothing, nothing), *self._changed, strict=True)
+        return np.concatenate(at), np.concatenate(data)
+
+    @cached_property
+    def removed(self) -> Indices:
+        """Previous entries that are not in the result, ascending."""
+        return np.sort(np.concatenate([np.zeros(0, np.int64), *self._removed]))
+
+    def rows_digest(self) -> layout.RowsDigest:
+        """That of the result."""
+        path = self.hash
+        if self._root_row >= 0:
+            path = path.copy()
+            path[self._root_row] = ROOT_HASH
+        total = self.old.rows_digest.plus(digest_of_rows(self.rows, path))
+        for data, hashes in self._replaced:
+            total = total.minus(digest_of_entries(self.old.columns, data, hashes))
+        return total
+
     def _own(self, at: int) -> tuple[int, Kind]:
         """The data and kind of the entry stored at a previous entry's path, visible or shadowed; -1
         if there is none, or the folder is implicit."""
         if at < 0:
             return -1, Kind.TOMBSTONE
-        flags = int(self.old.columns.flags[at])
+        flags = self.old.columns.flags[at]
         if not flags & layout.IMPLICIT:
-            return at, Kind(int(self.old_kind[at]))
+            return at, Kind(int(layout.kinds(flags)))
         if at in self.shadow:
             return self.shadow[at], Kind.FILE  # or a link: treated alike
         return -1, Kind.TOMBSTONE
 
 
 @dataclass(frozen=True, slots=True)
-class _EntryOrder:
+class EntryOrder:
     """The positions of entries in the result. `new_*` describe the new entries, in directory order;
     these come from **items**: first the new folders, then all rows."""
 
@@ -320,15 +384,32 @@ class _EntryOrder:
     new_hash: layout.U8
     new_index: layout.U4
     """Positions in the result."""
-    old_index: Indices
-    """Positions in the result; meaningless for removed entries."""
+    removed: Indices
+    """Previous entries, ascending."""
+    places: Indices
+    """The previous entry before which each new one is inserted, ascending; the number of previous
+    entries stands for the end."""
     folder_index: Indices
     """Positions of the `_ChangedFolders` in the result; meaningless for removed ones."""
 
+    def index_of(self, old: Indices) -> Indices:
+        """Positions in the result of previous entries; meaningless for removed ones."""
+        before = np.searchsorted(self.places, old, "right") - np.searchsorted(self.removed, old)
+        return old + before
 
-def _order_of(plan: _MergePlan) -> _EntryOrder:
+    def index_of_all(self, count: int) -> Indices:
+        """As `index_of`, of all `count` previous entries."""
+        steps = np.bincount(self.places, minlength=count + 1)[:count]
+        index = np.arange(count) + np.cumsum(steps)
+        removed = np.zeros(count, np.int64)
+        removed[self.removed[self.removed + 1 < count] + 1] = 1
+        index -= np.cumsum(removed)
+        return index
+
+
+def _order_of(plan: MergePlan) -> EntryOrder:
     """Raises UsageError for two rows of one path."""
-    folders, n = plan.folders, plan.old.entry_count
+    folders = plan.folders
     made = list(plan.new_data)
     above = np.array([folders.parent[number] for number in made], np.uint32)
     folder = np.concatenate([above, folders.of_row[plan.new_rows]])
@@ -342,25 +423,25 @@ def _order_of(plan: _MergePlan) -> _EntryOrder:
     folder, item = folder[order], item[order]
     del order
     places = _places(plan, made, folder, item, dict(zip(made, position.tolist(), strict=True)))
-    removed_before = np.concatenate([[0], np.cumsum(plan.removed)])
-    inserted_before = np.cumsum(np.bincount(places, minlength=n + 1))[:n]
-    old_index = np.arange(n) - removed_before[:-1] + inserted_before
-    new_index = (places - removed_before[places] + np.arange(len(places))).astype(np.uint32)
-    folder_index = old_index[np.array(folders.old_index, np.int64)]
-    folder_index[made] = new_index[position]
+    removed = plan.removed
+    new_index = places - np.searchsorted(removed, places) + np.arange(len(places))
     made_hash = np.array([folders.hash[number] for number in made], np.uint64)
-    return _EntryOrder(
+    result = EntryOrder(
         made=made,
         new_folder=folder,
         new_item=item,
         new_hash=np.concatenate([made_hash, plan.hash])[item],
-        new_index=new_index,
-        old_index=old_index,
-        folder_index=folder_index,
+        new_index=new_index.astype(np.uint32),
+        removed=removed,
+        places=places,
+        folder_index=np.zeros(len(folders), np.int64),
     )
+    result.folder_index[:] = result.index_of(np.array(folders.old_index, np.int64))
+    result.folder_index[made] = new_index[position]
+    return result
 
 
-def _names_of(plan: _MergePlan, made: list[int], item: layout.U4) -> list[bytes]:
+def _names_of(plan: MergePlan, made: list[int], item: layout.U4) -> list[bytes]:
     is_row = item >= len(made)
     of_rows = iter(plan.names.take(item[is_row].astype(np.int64) - len(made)))
     of_made = (plan.folders.name[made[i]] for i in item[~is_row].tolist())
@@ -368,7 +449,7 @@ def _names_of(plan: _MergePlan, made: list[int], item: layout.U4) -> list[bytes]
 
 
 def _sorted_by_name(
-    plan: _MergePlan, made: list[int], folder: layout.U4, item: layout.U4
+    plan: MergePlan, made: list[int], folder: layout.U4, item: layout.U4
 ) -> Indices:
     """The order of items by folder and name. Only folders with unsorted rows, which are few, are
     sorted by name."""
@@ -400,34 +481,26 @@ def _runs(values: layout.U4) -> tuple[Indices, Indices]:
 
 
 def _places(
-    plan: _MergePlan,
+    plan: MergePlan,
     made: list[int],
     folder: layout.U4,
     item: layout.U4,
     made_position: dict[int, int],
 ) -> Indices:
-    """The previous entry before which each new one is inserted, ascending; the number of previous
-    entries stands for the end."""
+    """`EntryOrder.places`."""
     old, folders = plan.old, plan.folders
-    old_folders = np.flatnonzero(plan.old_kind == Kind.FOLDER)
     places = np.empty(len(folder), np.int64)
     for start, count in zip(*(each.tolist() for each in _runs(folder)), strict=True):
         end = start + count
         number = int(folder[start])
         at = folders.old_index[number]
-        if at >= 0 and plan.old_kind[at] == Kind.FOLDER:
-            inside = old.children(at)
-            if len(inside):
-                names = _names_of(plan, made, item[start:end])
-                places[start:end] = _places_among(old, inside, names)
-                continue
-            places[start:end] = inside.start
-        else:  # it was no folder: its entries come before the next folder's
+        inside = old.children(at) if at >= 0 else range(0)
+        if len(inside):
+            names = _names_of(plan, made, item[start:end])
+            places[start:end] = _places_among(old, inside, names)
+        else:  # they come before the entries of the next folder; folders ascend by entry
             at = at if at >= 0 else int(places[made_position[number]])
-            following = old_folders[np.searchsorted(old_folders, at) :][:1]
-            places[start:end] = (
-                old.columns.chunk[following[0]] if len(following) else old.entry_count
-            )
+            places[start:end] = 1 + np.searchsorted(old.columns.parent[1:], at)
     return places
 
 
@@ -464,13 +537,14 @@ class _Assembly:
     """The columns of the result. Long arrays are written in place: beside rows and result, memory
     holds little more than one number per entry."""
 
-    def __init__(self, plan: _MergePlan, order: _EntryOrder, table: Sequence[ChunkInfo]) -> None:
+    def __init__(self, plan: MergePlan, order: EntryOrder, table: Sequence[ChunkInfo]) -> None:
         self.plan, self.order, self.table = plan, order, table
         self.old, self.old_count = plan.old.columns, plan.old.entry_count
         self.numbers = {chunk.id: number for number, chunk in enumerate(table)}
         self.object_bytes = np.array([chunk.object_bytes for chunk in table], np.uint64)
-        self.kept = np.flatnonzero(~plan.removed)
-        self.kept_index = order.old_index[self.kept]
+        self.kept: Indices = np.delete(np.arange(self.old_count), plan.removed)
+        self.old_index = order.index_of_all(self.old_count)
+        self.kept_index = self.old_index[self.kept]
         self.count = len(self.kept) + len(order.new_item)
 
     def columns(self) -> layout.SnapshotColumns:
@@ -514,7 +588,7 @@ class _Assembly:
 
     def _parent(self) -> layout.U4:
         parent = np.empty(self.count, np.uint32)
-        parent[self.kept_index] = self.order.old_index[self.old.parent[self.kept]]
+        parent[self.kept_index] = self.old_index[self.old.parent[self.kept]]
         parent[self.order.new_index] = self.order.folder_index[self.order.new_folder]
         return parent
 
@@ -565,11 +639,15 @@ class _Assembly:
     def _data_source(self) -> tuple[Indices, Indices]:
         """Each entry's data, then each shadowed one's; and the folders that hide the latter."""
         plan, order = self.plan, self.order
-        shadow = [(int(order.old_index[entry]), data) for entry, data in plan.shadow.items()]
+        shadow = [(int(self.old_index[entry]), data) for entry, data in plan.shadow.items()]
         shadow += [(int(order.folder_index[at]), data) for at, data in plan.new_shadow.items()]
         entries, hidden = np.array(sorted(shadow), np.int64).reshape(-1, 2).T
         source: Indices = np.empty(self.count + len(hidden), np.int64)
-        source[self.kept_index] = plan.data[self.kept]
+        data = np.arange(self.old_count)
+        at, changed = plan.changed
+        data[at] = changed
+        source[self.kept_index] = data[self.kept]
+        del data
         made = len(order.made)
         source[order.new_index] = order.new_item.astype(np.int64) + (plan.first_row - made)
         of_made = np.flatnonzero(order.new_item < made)
@@ -583,7 +661,7 @@ class _Assembly:
         kind = records["kind"]
         links = np.flatnonzero(kind == Kind.LINK)
         many = np.flatnonzero((kind == Kind.FILE) & (records["extents"] > 1))
-        tails = [self._tail(i) for i in links.tolist()]
+        tails = [self.plan.rows.tails[i] for i in links.tolist()]
         counts = records["extents"][many].astype(np.int64)
         first_extent = len(self.old.extents) + np.cumsum(counts) - counts
         dtypes = zip(_Data._fields, _DTYPES, strict=True)
@@ -618,7 +696,7 @@ class _Assembly:
         flags[one] |= records["codec"][one].astype(np.uint32) << np.uint32(layout.CODEC_SHIFT)
         flags[has_many] |= np.uint32(layout.MANY_EXTENTS)
         size = np.where(kind == Kind.FILE, records["size"], 0)
-        size[link] = [len(self._tail(i)) for i in rows[link].tolist()]
+        size[link] = [len(self.plan.rows.tails[i]) for i in rows[link].tolist()]
         chunk = self.plan.rows.chunk[rows].astype(np.int64) + len(self.old.chunk_bytes)
         at_link = np.searchsorted(links, rows[link])
         chunk[link] = len(self.old.target_start) - 1 + at_link
@@ -633,19 +711,8 @@ class _Assembly:
             stored=np.where(one, records["stored"], 0),
         )
 
-    def _tail(self, i: int) -> bytes:
-        """Raises UsageError if it is missing."""
-        tail = self.plan.rows.tails.get(i)
-        if tail is None:
-            raise UsageError(f"the row of {shown(self.plan.rows.path(i))} lacks its tail")
-        return tail
-
     def _row_extents(self, many: list[int]) -> layout.Records:
-        records = self.plan.rows.records
-        for i in many:
-            if len(self._tail(i)) != EXTENT.itemsize * int(records["extents"][i]):
-                raise UsageError(f"{shown(self.plan.rows.path(i))} lacks some of its extents")
-        extents = np.frombuffer(b"".join(map(self._tail, many)), EXTENT)
+        extents = np.frombuffer(b"".join(self.plan.rows.tails[i] for i in many), EXTENT)
         result = np.zeros(len(extents), layout.STORED_EXTENT)
         for name in ("start", "size", "checksum", "offset", "stored", "codec"):
             result[name] = extents[name]
@@ -687,10 +754,7 @@ class _Assembly:
                 (layout.kinds(flags) == Kind.FILE) & (flags & layout.MANY_EXTENTS == 0)
             )
             one += start
-            chunk = data.chunk[one]
-            if (chunk >= len(numbers)).any():
-                raise UsageError("a row names a chunk that it does not have")
-            chunk = data.chunk[one] = numbers[chunk]
+            chunk = data.chunk[one] = numbers[data.chunk[one]]
             lost = np.flatnonzero(chunk == _NO_CHUNK)
             if len(lost):
                 self._lost_chunk(data_source, one[lost[0]])

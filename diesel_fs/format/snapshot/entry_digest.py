@@ -20,8 +20,8 @@ from ..chunk_id import chunk_id_text
 from ..entries import EXTENT, MODE_MASK, ChunkId, Kind, Rows
 from .layout import CODEC_SHIFT, MANY_EXTENTS, SnapshotColumns, kinds
 
-_Hashes = npt.NDArray[np.uint64]
-_Column = npt.NDArray[np.uint64] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]
+Hashes = npt.NDArray[np.uint64]
+Column = npt.NDArray[np.uint64] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]
 
 # Odd numbers with many bits set, from xxHash and the like
 _FACTORS = (
@@ -46,7 +46,7 @@ def entry_digest(rows: Rows) -> EntryDigest:
     files = records["kind"] == Kind.FILE
     whole = records[files & (records["extents"] == 1)]
     codec = whole["codec"].astype(np.uint32) << np.uint32(CODEC_SHIFT)
-    hashes = _hashed(
+    hashes = mixed(
         *(whole["size"], whole["mtime_ns"], whole["checksum"], whole["offset"], whole["stored"]),
         (whole["mode"] & MODE_MASK) | codec,
     )
@@ -97,17 +97,17 @@ class _Sums:
         self._group = group
         self._count = count
         self.counts = np.zeros(count, np.int64)
-        self.digests: _Hashes = np.zeros(count, np.uint64)
+        self.digests: Hashes = np.zeros(count, np.uint64)
 
     def add_files(
-        self, flags: npt.NDArray[np.uint32], chunk: npt.NDArray[np.uint32], hashed: list[_Column]
+        self, flags: npt.NDArray[np.uint32], chunk: npt.NDArray[np.uint32], hashed: list[Column]
     ) -> None:
         """Add the files of one extent among these entries."""
         files = np.flatnonzero((kinds(flags) == Kind.FILE) & ((flags & MANY_EXTENTS) == 0))
         files = files[self._group[chunk[files]] >= 0]
-        self.add(chunk[files], _hashed(*(column[files] for column in hashed)))
+        self.add(chunk[files], mixed(*(column[files] for column in hashed)))
 
-    def add(self, chunk: npt.NDArray[np.uint32], hashes: _Hashes) -> None:
+    def add(self, chunk: npt.NDArray[np.uint32], hashes: Hashes) -> None:
         """`chunk` names only chunks that are compared."""
         group = self._group[chunk]
         self.counts += np.bincount(group, minlength=self._count)
@@ -120,14 +120,15 @@ class _Sums:
             self.digests += sums << np.uint64(shift)
 
 
-def _hashed_extents(extents: npt.NDArray[np.void]) -> _Hashes:
+def _hashed_extents(extents: npt.NDArray[np.void]) -> Hashes:
     names = ("size", "start", "checksum", "offset", "stored", "codec")
-    return _hashed(*(extents[name] for name in names))
+    return mixed(*(extents[name] for name in names))
 
 
-def _hashed(*columns: _Column) -> _Hashes:
-    found: _Hashes = np.zeros(len(columns[0]), np.uint64)
-    for factor, column in zip(_FACTORS, columns, strict=True):
+def mixed(*columns: Column) -> Hashes:
+    """A hash of each row of at most six columns (`mix` in FORMAT.md, section 7)."""
+    found: Hashes = np.zeros(len(columns[0]), np.uint64)
+    for factor, column in zip(_FACTORS, columns, strict=False):
         found += column.astype(np.uint64) * np.uint64(factor)
     found ^= found >> np.uint64(29)
     found *= _LAST_FACTOR

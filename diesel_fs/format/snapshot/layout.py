@@ -36,7 +36,8 @@ Mask = npt.NDArray[np.bool_]
 
 MAGIC = b"\x93DIESNP\n"
 MAGIC_BYTES = len(MAGIC)
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 1 has no rows digest."""
 KNOWN_FLAGS = 0
 HEADER_BYTES = 640
 ALIGNMENT = 64
@@ -120,6 +121,25 @@ DTYPES = tuple(
 _FIXED = struct.Struct("<8sHHI16sQQQQQQ16sB63s")
 _SECTION = struct.Struct("<QQQ")
 _CHECKSUM = struct.Struct("<Q")
+_ROWS_DIGEST = struct.Struct("<QQ")
+
+
+class RowsDigest(NamedTuple):
+    """Two sums mod 2^64 of hashes of all rows (`rows_digest.py`): `seen` of what readers see,
+    `placed` of where the contents lie."""
+
+    seen: int
+    placed: int
+
+    def plus(self, other: "RowsDigest") -> "RowsDigest":
+        sums = (one + two for one, two in zip(self, other, strict=True))
+        return RowsDigest(*(value % (1 << 64) for value in sums))
+
+    def minus(self, other: "RowsDigest") -> "RowsDigest":
+        return self.plus(RowsDigest(-other.seen, -other.placed))
+
+
+NO_ROWS = RowsDigest(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +155,17 @@ class SnapshotHeader:
     file_bytes: int
     chunks: int
     digest: int
+    rows_digest: RowsDigest | None
+    """None in format version 1."""
 
 
 def header_of(
-    columns: SnapshotColumns, identity: UUID, dataset: str, version: int, digest: int
+    columns: SnapshotColumns,
+    identity: UUID,
+    dataset: str,
+    version: int,
+    digest: int,
+    rows_digest: RowsDigest | None,
 ) -> SnapshotHeader:
     kind = kinds(columns.flags)
     sizes = columns.size[kind == Kind.FILE]
@@ -152,6 +179,7 @@ def header_of(
         file_bytes=_exact_sum(sizes),
         chunks=len(columns.chunk_bytes),
         digest=digest,
+        rows_digest=rows_digest,
     )
 
 
@@ -178,6 +206,8 @@ def write(header: SnapshotHeader, columns: SnapshotColumns) -> list[memoryview]:
         *(header.entries, header.files, header.folders, header.file_bytes, header.chunks),
         *(header.digest.to_bytes(16, "little"), len(name), name),
     )
+    assert header.rows_digest is not None
+    table += _ROWS_DIGEST.pack(*header.rows_digest)
     head = (fixed + table).ljust(HEADER_BYTES - _CHECKSUM.size, b"\0")
     parts[0] = memoryview(head + _CHECKSUM.pack(xxh3_64_intdigest(head)))
     return [part for part in parts if len(part)]
@@ -230,9 +260,15 @@ def _parse_header(view: memoryview) -> SnapshotHeader:
     if flags & ~KNOWN_FLAGS:
         raise _newer(f"feature flags {flags:#x}")
     dataset = name[:length].decode("ascii", "replace")
-    spare = bytes(view[_FIXED.size + len(DTYPES) * _SECTION.size : checksum_at])
+    table_end = _FIXED.size + len(DTYPES) * _SECTION.size
+    rows_digest = None
+    if format_version >= 2:
+        rows_digest = RowsDigest(*_ROWS_DIGEST.unpack_from(view, table_end))
+        table_end += _ROWS_DIGEST.size
+    spare = bytes(view[table_end:checksum_at])
     if (
-        (format_version, header_bytes) != (FORMAT_VERSION, HEADER_BYTES)
+        not format_version
+        or header_bytes != HEADER_BYTES
         or not DATASET_NAME.fullmatch(dataset)
         or any(name[length:])
         or any(spare)
@@ -248,24 +284,17 @@ def _parse_header(view: memoryview) -> SnapshotHeader:
         file_bytes=file_bytes,
         chunks=chunks,
         digest=int.from_bytes(digest, "little"),
+        rows_digest=rows_digest,
     )
 
 
 FRONT_BYTES = HEADER_BYTES
 """`parse_front` needs this much of a file."""
 
-_CONTENT = ("parent", "name_start", "flags", "size", "mtime_ns", "checksum", "names", "targets")
 
-
-def parse_front(front: "ReadableBuffer") -> tuple[SnapshotHeader, bytes]:
-    """The header, and a mark of the entries: versions with equal marks have the same paths,
-    attributes and contents, and may differ only in the chunks that hold them. Raises a leaf of
-    FormatError."""
-    view = memoryview(front)
-    header = _parse_header(view)
-    sections = (SnapshotColumns._fields.index(name) for name in _CONTENT)
-    starts = (_FIXED.size + number * _SECTION.size for number in sections)
-    return header, b"".join(bytes(view[at + 16 : at + 24]) for at in starts)
+def parse_front(front: "ReadableBuffer") -> SnapshotHeader:
+    """Raises a leaf of FormatError."""
+    return _parse_header(memoryview(front))
 
 
 def content_mark(front: "ReadableBuffer") -> bytes:
@@ -400,7 +429,8 @@ def check(header: SnapshotHeader, columns: SnapshotColumns) -> None:
     _check_index(columns)
     _check_shadowed(columns)
     _check_data(columns)
-    counted = header_of(columns, header.identity, header.dataset, header.version, header.digest)
+    values = (header.identity, header.dataset, header.version, header.digest, header.rows_digest)
+    counted = header_of(columns, *values)
     if counted != header:
         _corrupt("its counts are not those of its entries", 0)
 

@@ -22,6 +22,7 @@ from ...errors import CorruptError, NoSuchPath, NotAFolder
 from ...names import cut, shown
 from ..entries import ROOT, AnySlice, ChunkId, Kind, Stat, check_path
 from . import layout as layout
+from .rows_digest import digest_of_columns
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -39,6 +40,7 @@ _MEMO_PATH_BYTES_MAX = 512  # folders with longer paths are not memoized
 _BATCH = 8_192  # paths per step of `lookup_many`: its temporaries stay in the CPU's cache
 _PATHS_BATCH = 4_096  # paths in memory at a time in `iter_paths`
 _BLOCK_ENTRIES = 1 << 20  # entries per step of a scan of all
+_FEW_SHARE = 1 << 12  # fewer names than this part of the entries are found one by one: no buckets
 _BUCKET_BITS_MAX = 22  # 16 MB; `lookup_many` of more than 8 million entries gets slower instead
 _BUCKET_STEPS_MAX = 16  # then the whole column is bisected
 _KINDS = tuple(Kind)
@@ -174,6 +176,11 @@ class Snapshot:
 
     def __len__(self) -> int:
         return self.entry_count
+
+    @cached_property
+    def rows_digest(self) -> layout.RowsDigest:
+        """Computed from the columns if the header has none."""
+        return self.header.rows_digest or digest_of_columns(self.columns)
 
     # One entry
 
@@ -330,6 +337,10 @@ class Snapshot:
         exactly."""
         if not len(self._slot) or not len(names):
             return np.full(len(hashes), -1, np.int64)
+        if len(names) * _FEW_SHARE < len(self._slot):
+            each = zip(folders.tolist(), hashes.tolist(), names, strict=True)
+            found = (self._find(*one) if one[0] >= 0 else -1 for one in each)
+            return np.fromiter(found, np.int64, len(names))
         column = self.columns
         fingerprints = (hashes >> np.uint64(32)).astype(np.uint32)
         at = self._first_at_least(fingerprints)

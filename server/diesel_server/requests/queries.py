@@ -36,7 +36,7 @@ from diesel_fs.format.snapshot.reader import Snapshot, Span, Stats
 from diesel_fs.names import shown
 from diesel_fs.net.messages import Fields, Message
 from diesel_fs.net.singleflight import ThreadSingleFlight
-from diesel_fs.remote.snapshot_transfer import CompressedSnapshots
+from diesel_fs.remote.snapshot_transfer import CompressedSnapshots, compressed
 from diesel_fs.remote.values import (
     columns_message,
     info_message,
@@ -316,14 +316,24 @@ class QueryHandlers:
         return view
 
     async def snapshot(self, request: Request, known: DatasetRef) -> AsyncGenerator[Reply, None]:
-        """Yields compressed pieces; none if the client has the version already."""
+        """Yields compressed pieces, of deltas if they lead from the version that the client has;
+        none if that is the wanted one."""
         fields = Fields(request.message, "snapshot")
         version, have = fields.integer("version"), fields.integer("have", 0)
         view = await self._snapshot_of(known, version)
         if have and view.version == have:
             yield Reply({"version": have, "total": 0})
             return
-        pieces, threads = self._compressed.pieces(view), self._snapshot_threads
+        threads, snapshots = self._snapshot_threads, self._repository.snapshots
+        deltas = None
+        if have:
+            deltas = await trio.to_thread.run_sync(
+                snapshots.deltas_between, known.identity, have, view.version, limiter=threads
+            )
+        if deltas is None:
+            pieces = self._compressed.pieces(view)
+        else:
+            pieces = compressed(memoryview(b"".join(deltas)))
         total = 0
         while (
             piece := await trio.to_thread.run_sync(next, pieces, None, limiter=threads)
@@ -331,7 +341,8 @@ class QueryHandlers:
             raw_bytes, block = piece
             total += raw_bytes
             yield Reply({"bytes": raw_bytes, "more": True}, [block])
-        yield Reply({"version": view.version, "total": total})
+        lengths: Message = {} if deltas is None else {"deltas": [len(each) for each in deltas]}
+        yield Reply({"version": view.version, "total": total, **lengths})
 
     async def _snapshot_of(self, known: DatasetRef, version: int) -> Snapshot:
         """Version 0 is the current one."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from uuid import UUID
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from diesel_fs.format.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows
 from diesel_fs.format.snapshot.build import build_snapshot
@@ -144,6 +145,37 @@ def tail_of(parts: Sequence[Part]) -> bytes:
             extent[field] = getattr(part, field)
         start += part.size
     return extents.tobytes()
+
+
+def rows_digest(state: State) -> tuple[int, int]:
+    """As FORMAT.md defines it, entry by entry."""
+    seen = placed = 0
+    for path, own in state.items():
+        path_hash = 0
+        for name in path.split(b"/") if path else ():
+            path_hash = xxh3_64_intdigest(name, path_hash)
+        content = places = start = size = 0
+        parts = own.parts or (Part(HOME, 0, 0, 0, 0, 0),)
+        for part in parts if own.kind == Kind.FILE else ():
+            low, high = (int.from_bytes(chunk_id(part.chunk)[i : i + 8], "little") for i in (0, 8))
+            content += _mix(start, part.size, part.checksum)
+            places += _mix(start, low, high, part.offset, part.stored, part.codec)
+            start += part.size
+        size = start if own.kind == Kind.FILE else len(own.target)
+        seen += _mix(path_hash, own.mode | own.kind << 12, size, own.mtime_ns, content)
+        placed += _mix(path_hash, places)
+    return seen % 2**64, placed % 2**64
+
+
+def _mix(*values: int) -> int:
+    factors = (
+        *(0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
+        *(0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5, 0xFF51AFD7ED558CCD),
+    )
+    pairs = zip(values, factors, strict=False)
+    mixed = sum(value * factor for value, factor in pairs) % 2**64
+    mixed = (mixed ^ mixed >> 29) * 0xC4CEB9FE1A85EC53 % 2**64
+    return mixed ^ mixed >> 32
 
 
 def build(

@@ -73,7 +73,7 @@ def test_E1_truncated_at_any_length_or_any_bit_flipped(verify: bool) -> None:
         (b'{"snapshot": 1}', ForeignError),
         (bytes(5000), ForeignError),
         (SMALL + b"\0", CorruptError),
-        (SMALL[:8] + b"\2" + SMALL[9:], NewerVersionError),
+        (SMALL[:8] + b"\3" + SMALL[9:], NewerVersionError),
         (seal(bytearray(SMALL[:12] + b"\1" + SMALL[13:])), NewerVersionError),
         (seal(bytearray(SMALL[:8] + b"\0" + SMALL[9:])), CorruptError),
     ],
@@ -176,7 +176,7 @@ FORGERIES: dict[str, Forge] = {
 
 
 def forged_from(columns: SnapshotColumns) -> bytes:
-    header = layout.header_of(columns, oracle.IDENTITY, "flowers", 1, 0)
+    header = layout.header_of(columns, oracle.IDENTITY, "flowers", 1, 0, layout.NO_ROWS)
     return b"".join(layout.write(header, columns))
 
 
