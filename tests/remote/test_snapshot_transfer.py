@@ -72,9 +72,9 @@ def test_a_version_is_compressed_once_for_many_requests_and_processes(
     pieces, ready = CompressedSnapshots(tmp_path / "pieces"), threading.Barrier(8)
     packed = snapshot_pieces.compressed
 
-    def slow(view: Snapshot) -> Iterator[snapshot_pieces.SnapshotPiece]:
+    def slow(content: memoryview) -> Iterator[snapshot_pieces.SnapshotPiece]:
         threading.Event().wait(0.1)
-        return packed(view)
+        return packed(content)
 
     monkeypatch.setattr(snapshot_pieces, "compressed", slow)
 
