@@ -93,7 +93,7 @@ def dashboard(dlcmd: Dlcmd) -> Iterator[str]:
         try:
             yield process.stdout.readline().strip().rpartition(" ")[2]
         finally:
-            process.send_signal(signal.SIGINT)  # as ^C
+            process.send_signal(signal.SIGINT)
 
 
 def screenshot(address: str, folder: Path) -> bytes:

@@ -220,7 +220,6 @@ def _again(context: click.Context | None) -> str:
 
 
 def _notes(error: BaseException) -> str:
-    """The notes that a verb has added to the exception: how much is done."""
     return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 

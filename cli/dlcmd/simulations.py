@@ -1,7 +1,6 @@
 """Simulates a training job with several policies and orders at once, in several processes.
 
-The processes are spawned: forked ones might hang in threads of a cloud's client. Each gets the
-files and the order once, and writes its progress into a shared array.
+The processes are spawned: forked ones might hang in threads of a cloud's client.
 """
 
 import multiprocessing

@@ -95,7 +95,6 @@ def _interface() -> Iterator[str]:
 
 
 def main(mkdocs: str) -> int:
-    """Returns the exit code of `mkdocs`."""
     gather(PAGES)
     command = [
         mkdocs,

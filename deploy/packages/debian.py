@@ -144,7 +144,7 @@ def _add_files(stage: Path) -> None:
         (stage / place).parent.mkdir(parents=True, exist_ok=True)
         (stage / place).symlink_to(HOME / "bin" / program)
     share = stage / "usr" / "share"
-    (share / "zsh" / "site-functions").rename(share / "zsh" / "vendor-completions")  # as in Debian
+    (share / "zsh" / "site-functions").rename(share / "zsh" / "vendor-completions")
     for page in sorted((share / "man").rglob("*.[1-8]")):
         _compress(page)
     units = stage / "usr" / "lib" / "systemd" / "system"

@@ -34,7 +34,7 @@ from ..errors import (
 from ..format.chunk import parse_header, parse_preamble
 from ..format.chunk_id import IdSource
 from ..format.entries import RECORD, ChunkId, Kind, Rows, Stat, check_path
-from ..format.snapshot.delta import apply_deltas, parse_delta
+from ..format.snapshot.delta import apply_deltas, merged_from, parse_delta
 from ..format.snapshot.layered import LayeredSnapshot
 from ..format.snapshot.reader import Snapshot, Stats
 from ..names import check_dataset_name, shown
@@ -460,7 +460,9 @@ def _applied(
         return LayeredSnapshot(copy, above)
     parts = apply_deltas(copy, above)
     made = write_private_copy(copy.identity, version, parts)
-    return made or Snapshot(memoryview(b"".join(parts)), verify=False)
+    snapshot = made or Snapshot(memoryview(b"".join(parts)), verify=False)
+    snapshot.merged_from = merged_from(copy, above)
+    return snapshot
 
 
 _VISIBLE_KINDS = (Kind.FILE, Kind.LINK, Kind.FOLDER)

@@ -82,10 +82,14 @@ class PublishedForms:
         return frozenset(needed)
 
 
+def is_worth_deltas(snapshot_bytes: int) -> bool:
+    return snapshot_bytes >= _SNAPSHOT_BYTES_MIN
+
+
 def choose_base(chain: Sequence[Published], delta_bytes: int) -> int | None:
     """The position in `chain` of the form on which the next version's delta builds, if the changes
     since `chain[0]` take `delta_bytes`; None if the next version needs a snapshot."""
-    if chain[-1].bytes < _SNAPSHOT_BYTES_MIN:
+    if not is_worth_deltas(chain[-1].bytes):
         return None
     at = 0
     while at < len(chain) - 1 and (

@@ -31,15 +31,14 @@ from ..format.snapshot.entry_digest import EntryDigest
 from ..format.snapshot.layered import LayeredSnapshot
 from ..format.snapshot.layout import (
     FRONT_BYTES,
-    RowsDigest,
     SnapshotHeader,
     content_mark,
     parse_front,
 )
-from ..format.snapshot.reader import Snapshot
+from ..format.snapshot.reader import MergedFrom, Snapshot
 from ..storage.metadata.store import DatasetHead, MetadataChanges, MetadataStore
 from ..storage.objects.store import ObjectStore
-from .chains import Published, PublishedForms, choose_base
+from .chains import Published, PublishedForms, choose_base, is_worth_deltas
 from .private_copies import open_private_copy, private_versions, write_private_copy
 
 log = logging.getLogger("diesel.repository")
@@ -57,6 +56,13 @@ class KeptVersion(NamedTuple):
     published_ns: int
     files: int
     bytes: int
+
+
+class _Since(NamedTuple):
+    """What changed since a version."""
+
+    version: int
+    changes: MetadataChanges
 
 
 def empty_snapshot(identity: UUID, name: str) -> Snapshot:
@@ -155,11 +161,14 @@ class VersionStore(PublishedVersions):
             with suppress(CorruptError):  # perhaps a private copy is wrong: without it, then
                 base, above = self._lookups(identity, self.forms(identity).chain(version))
                 return LayeredSnapshot(base, above) if above else base
-        parts = self._read(identity, version)
-        return write_private_copy(identity, version, parts) or _in_memory(parts)
+        parts, merged_from = self._read(identity, version)
+        snapshot = write_private_copy(identity, version, parts) or _in_memory(parts)
+        snapshot.merged_from = merged_from
+        return snapshot
 
     def load_without_copy(self, identity: UUID, version: int) -> Snapshot:
-        return open_private_copy(identity, version) or _in_memory(self._read(identity, version))
+        copy = open_private_copy(identity, version)
+        return copy or _in_memory(self._read(identity, version)[0])
 
     def fetch_verified(self, identity: UUID, version: int) -> Snapshot:
         """Read a version from the object store alone, and check it whole. Raises FormatError,
@@ -168,13 +177,15 @@ class VersionStore(PublishedVersions):
         parts = deltas.apply_deltas(base, above) if above else [base.buffer]
         return Snapshot(memoryview(b"".join(parts)), verify=True)
 
-    def _read(self, identity: UUID, version: int) -> Sequence[Bytes]:
+    def _read(self, identity: UUID, version: int) -> tuple[Sequence[Bytes], MergedFrom | None]:
         try:
             base, above = self._chain(identity, version, use_copies=True)
-            return deltas.apply_deltas(base, above) if above else [base.buffer]
+            if not above:
+                return [base.buffer], None
+            return deltas.apply_deltas(base, above), deltas.merged_from(base, above)
         except CorruptError as error:  # perhaps of a private copy
             log.warning("a version is read from the store alone: %s", error.message)
-            return [self.fetch_verified(identity, version).buffer]
+            return [self.fetch_verified(identity, version).buffer], None
 
     def _chain(
         self, identity: UUID, version: int, *, use_copies: bool
@@ -267,7 +278,7 @@ class VersionStore(PublishedVersions):
                 except FormatError as error:  # it can be made again
                     self._forget_damaged(head.identity, head.version)
                     log.warning("a version is damaged, and is made again: %s", error.message)
-        version, parts = self._export(meta, head, full=full)
+        version, parts = self._export(meta, head, [], full=full)
         copy = write_private_copy(head.identity, version, parts)
         return copy or Snapshot(memoryview(b"".join(parts)), verify=False)
 
@@ -294,16 +305,19 @@ class VersionStore(PublishedVersions):
         CorruptError, and publishes nothing, if the metadata store has other entries of such a
         chunk, or if the version is published with another content.
         """
+        known: list[_Since] = []
         if not (full or as_snapshot):
             try:
-                version = self._publish_delta(meta, head, entry_digests)
+                version = self._publish_delta(meta, head, entry_digests, known)
             except (FormatError, ObjectMissing) as error:
                 log.warning("a snapshot is published, not a delta: %s", error.message)
             else:
                 if version:
                     return version
-        version, parts = self._export(meta, head, full=full, entry_digests=entry_digests)
+        version, parts = self._export(meta, head, known, full=full, entry_digests=entry_digests)
         self._write(head, VersionForm(version, 0), parts, parse_front(parts[0]))
+        if is_worth_deltas(sum(map(len, parts))):  # this user's next put looks paths up in it
+            write_private_copy(head.identity, version, parts)
         return version
 
     def _write(
@@ -358,30 +372,40 @@ class VersionStore(PublishedVersions):
         return digests == (header.digest, header.rows_digest)
 
     def _publish_delta(
-        self, meta: MetadataStore, head: DatasetHead, entry_digests: Mapping[ChunkId, EntryDigest]
+        self,
+        meta: MetadataStore,
+        head: DatasetHead,
+        entry_digests: Mapping[ChunkId, EntryDigest],
+        known: "list[_Since]",
     ) -> int:
         """Publish what changed since an earlier version; returns the version, or 0 if it needs a
-        snapshot. Raises FormatError, ObjectMissing if the base cannot be read, or if the changes
-        contradict themselves or `entry_digests`."""
+        snapshot, and then leaves the changes in `known`. Raises FormatError, ObjectMissing if the
+        base cannot be read, or if the changes contradict themselves or `entry_digests`."""
         identity = head.identity
         forms = self.forms(identity)
         newest = max((v for v in forms.versions if v < head.version), default=0)
         if not newest or forms.forms(head.version):
             return 0
         chain = forms.chain(newest)
+        if not is_worth_deltas(chain[-1].bytes):
+            return 0
         changes = meta.changes(identity, newest)
         at = choose_base(chain, deltas.delta_bytes(changes.rows))
+        if at is None:
+            known.append(_Since(newest, changes))
+            return 0
         before = self.header(identity, chain[0])
         base, above = self._lookups(identity, chain)
         table = set(base.chunk_ids)
         table.update(chunk.id for delta in above for chunk in delta.added)
         current = {chunk.id for chunk in changes.chunks}
-        if at is None or before.rows_digest is None or not current.issuperset(table):
+        if before.rows_digest is None or not current.issuperset(table):
             return 0
         merged = [self._delta(identity, published) for published in chain[:at]]
         table.difference_update(chunk.id for delta in merged for chunk in delta.added)
         rows_digest = before.rows_digest.minus(deltas.digest_at(base, above, changes.rows))
-        rows_digest = rows_digest.plus(_checked(changes, entry_digests))
+        new = deltas.check_rows(changes.rows, changes.chunks, entry_digests)
+        rows_digest = rows_digest.plus(new)
         rows = deltas.merged_rows([*(each.rows for each in reversed(merged)), changes.rows])
         header = DeltaHeader(
             identity=identity,
@@ -424,13 +448,18 @@ class VersionStore(PublishedVersions):
         self,
         meta: MetadataStore,
         head: DatasetHead,
+        known: "list[_Since]",
         *,
         full: bool,
         entry_digests: Mapping[ChunkId, EntryDigest] = _NO_DIGESTS,
     ) -> tuple[int, Sequence[Bytes]]:
-        """The current version and its snapshot in parts; made as by `load_current`."""
+        """The current version and its snapshot in parts; made as by `load_current`. Takes the
+        changes that are known already."""
         previous = None if full else self._previous(head)
-        changes = meta.changes(head.identity, previous.version if previous else 0)
+        since = previous.version if previous else 0
+        given = known.pop().changes if known and known[-1].version == since else None
+        changes = given or meta.changes(head.identity, since)
+        del given
         if previous and not {c.id for c in changes.chunks}.issuperset(previous.chunk_ids):
             # A purge has made the metadata store forget chunks of `previous`: start from nothing
             previous = None
@@ -452,7 +481,7 @@ class VersionStore(PublishedVersions):
             if previous is None:
                 raise
             log.warning("the snapshot is made from the metadata store alone: %s", error.message)
-            return self._export(meta, head, full=True, entry_digests=entry_digests)
+            return self._export(meta, head, [], full=True, entry_digests=entry_digests)
         return now.version, parts
 
     def _previous(self, head: DatasetHead) -> Snapshot | None:
@@ -475,22 +504,3 @@ def _check_form(header: SnapshotHeader | DeltaHeader, identity: UUID, published:
 def _in_memory(parts: Sequence[Bytes]) -> Snapshot:
     content = parts[0] if len(parts) == 1 else b"".join(parts)
     return Snapshot(memoryview(content), verify=False)
-
-
-def _checked(changes: MetadataChanges, entry_digests: Mapping[ChunkId, EntryDigest]) -> RowsDigest:
-    """The digest of the changed rows. Raises CorruptError if they contradict themselves or
-    `entry_digests`: a snapshot of them alone has the checks of a merge."""
-    head = changes.head
-    parts = build_snapshot(
-        None,
-        changes.rows,
-        changes.chunks,
-        identity=head.identity,
-        dataset=head.name,
-        version=head.version,
-        digest=head.digest,
-        entry_digests=entry_digests,
-    )
-    digest = parse_front(parts[0]).rows_digest
-    assert digest is not None
-    return digest

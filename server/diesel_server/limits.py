@@ -1,4 +1,4 @@
-"""The limits of one worker process, with their reasons: connections, requests, bytes, and times.
+"""The limits of one worker process, with their reasons.
 
 No class here has a lock: all but `RateLimiter` belong to the event loop.
 """
@@ -52,8 +52,8 @@ GREETING_MAX = 1024
 
 GREETING_PER_NETWORK_MAX = 256
 """Connections of one network before their login: enough for the processes of a node, which start at
-once and log in within milliseconds. Beyond it, a random one of them is closed, so that a client
-that connects all the time does not keep out users with a key."""
+once and log in within milliseconds. If there are more, `greeting` closes a random one, so that a
+client that connects all the time does not keep out users with a key."""
 
 REFUSING_S = 2.0
 
@@ -242,7 +242,7 @@ class ConnectionLimits:
 
     @contextmanager
     def connection(self) -> Iterator[None]:
-        """Held while a connection lasts. Raises LimitReached."""
+        """Raises LimitReached."""
         if self.all >= self.most:
             raise LimitReached("connections", f"it has {self.most} connections, which is its limit")
         self.all += 1
@@ -275,7 +275,7 @@ class ConnectionLimits:
 
     @contextmanager
     def user(self, name: str) -> Iterator[None]:
-        """Held from a login to the end of the connection. Raises LimitReached."""
+        """Raises LimitReached."""
         if self._by_user[name] >= self.per_user:
             raise LimitReached("user", f"you have {self.per_user} connections, which is the limit")
         self._by_user[name] += 1

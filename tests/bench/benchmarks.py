@@ -6,7 +6,17 @@ Each is a function that takes the workbench, returns rows, and cleans up.
 
 from collections.abc import Callable, Mapping
 
-from .cases import limits, mounts, put, server, task_connections, task_mounts, tasks, window
+from .cases import (
+    limits,
+    mounts,
+    put,
+    server,
+    task_connections,
+    task_mounts,
+    tasks,
+    versions,
+    window,
+)
 from .experiments import (
     access,
     accuracy,
@@ -37,6 +47,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "put-memory": put.peak_memory,
     "snapshot": limits.snapshot,
     "read-many": limits.read_many,
+    "versions-put-1M": versions.put_one(versions.E1M),
+    "versions-put-4M": versions.put_one(versions.E4M),
+    "versions-put-20M": versions.put_one(versions.E20M),
+    "versions-mount-4M": versions.mounted(versions.E4M),
+    "versions-mount-20M": versions.mounted(versions.E20M),
     "mount-start": mounts.ready,
     "kernel-epochs": mounts.kernel_epochs,
     "kernel-first": mounts.kernel_first,

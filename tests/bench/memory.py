@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 INTERVAL_S = 0.05
+SHORT_INTERVAL_S = 0.002  # for a command of less than a second
 _PROC = Path("/proc")
 
 
@@ -24,6 +25,29 @@ def peak_pss_bytes(command: Sequence[str], environment: Mapping[str, str]) -> in
     if leader.returncode:
         raise subprocess.CalledProcessError(leader.returncode, command)
     return peak
+
+
+def peak_anonymous_bytes(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a command, and return the greatest anonymous memory of its own process. Raises
+    CalledProcessError."""
+    peak = 0
+    with subprocess.Popen(command, env=environment) as process:
+        while process.poll() is None:
+            peak = max(peak, _anonymous_bytes(process.pid))
+            time.sleep(SHORT_INTERVAL_S)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return peak
+
+
+def _anonymous_bytes(pid: int) -> int:
+    """0 if the process has ended."""
+    try:
+        lines = (_PROC / str(pid) / "status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    found = (line.split()[1] for line in lines.splitlines() if line.startswith("RssAnon:"))
+    return int(next(found, "0")) * 1024
 
 
 def members(session: int) -> list[int]:

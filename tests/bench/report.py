@@ -55,8 +55,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """The ratio of our median to the other's; None without two figures, or for a division by
-        0."""
+        """None without two figures, or for a division by 0."""
         both = self._both
         return both[0].median / both[1].median if both and all(both[1].values) else None
 
@@ -74,7 +73,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None without a target or without figures."""
+        """None without a target or without figures."""
         both = self._both
         if self.target is None or both is None:
             return None
@@ -86,7 +85,6 @@ class Row:
 
     @property
     def problems(self) -> list[str]:
-        """The sides that could not be measured, with the reasons."""
         sides = [("ours", self.ours), (self.against, self.other)]
         return [
             f"{self.name}: {side}: {measured.reason}"
@@ -114,12 +112,10 @@ class Row:
 
 
 def no_more_than(name: str, unit: str, ours: Measured, limit: float, note: str = "") -> Row:
-    """A row with a fixed upper limit."""
     return Row(name, unit, ours, LIMIT, Samples((limit,)), at_most(1), note)
 
 
 def no_less_than(name: str, unit: str, ours: Measured, limit: float, note: str = "") -> Row:
-    """A row with a fixed lower limit."""
     return Row(name, unit, ours, LIMIT, Samples((limit,)), at_least(1), note)
 
 
@@ -134,7 +130,7 @@ def against(
     side: str = OURS,
 ) -> list[Row]:
     """A row for each of these peers: a figure of ours, or of another side, and the same of theirs.
-    The row's name is `of`, or that of the unit."""
+    The figure's name in `rounds` is `of`, or the unit."""
     measured = rounds.of(side, of or unit)
     return [
         Row(name, unit, measured, peer, rounds.of(peer, of or unit), target, note)
@@ -156,7 +152,6 @@ _LEFT = {0, 2, 4}  # columns of words
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text, with the notes and the failures below."""
     lines = [_HEAD, *map(cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [_line(cells, widths) for cells in lines]
@@ -180,7 +175,6 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row as the words and figures of the table's columns."""
     spread = row.ratio_range
     return (
         row.name,

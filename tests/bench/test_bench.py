@@ -52,7 +52,6 @@ EMPTY = Shape("empty", 6, 2, 0)
 
 
 def counting(*values: float) -> Callable[[], dict[str, float]]:
-    """A side that measures these values, one after the other."""
     left = iter(values)
     return lambda: {"files/s": next(left)}
 
@@ -212,7 +211,7 @@ def test_the_kernel_shows_the_files_of_an_image(tmp_path: Path, name: str) -> No
 
 
 class JsonRow(TypedDict):
-    """A row as `--json` writes it; of its members those that are looked at here."""
+    """The members of a row in the output of `--json` that the tests read."""
 
     name: str
     unit: str

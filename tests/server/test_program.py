@@ -35,7 +35,7 @@ from diesel_fs.urls import parse_url
 from diesel_server import main, options
 from diesel_server.options import ServerOptions, checked
 from diesel_server.process import metadata_watch as watching
-from diesel_server.process import supervisor
+from diesel_server.process import supervisor, worker
 from diesel_server.process.wiring import _objects
 from diesel_server.process.worker_config import WorkerConfig, config_line
 from tests.processes import is_running, resident_bytes
@@ -549,3 +549,21 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
             assert os.readlink(f"/proc/{pid}/cwd").encode() != mine or int(pid) == os.getpid()
         except OSError:
             continue
+
+
+def test_only_the_first_report_of_a_worker_is_written_to_its_descriptor() -> None:
+    """The number may belong to a connection by then."""
+    read, write = os.pipe()
+    config = WorkerConfig("file:///x", 0, True, (), 0, 1, write, "", "", "", 0, {})
+    try:
+        worker._report(config, "{}")
+        assert os.read(read, 100) == b"{}\n"
+        assert os.read(read, 100) == b"", "the supervisor sees the end"
+        other = os.open(os.devnull, os.O_WRONLY)
+        assert other != write, "the number stays taken"
+        os.close(other)
+        worker._report(config, "late")
+        assert os.read(read, 100) == b""
+    finally:
+        os.close(read)
+        os.close(write)

@@ -151,7 +151,7 @@ def _entries(
         yield CompletionItem(f"{top}{common.decode('utf-8', 'ignore')}", "part")
         return
     for i, each in fitting.items():
-        with suppress(UnicodeDecodeError):  # a shell could not write it
+        with suppress(UnicodeDecodeError):
             is_folder = view.stat(i).kind == folder_kind
             word = f"{top}{each.decode()}"
             yield CompletionItem(f"{word}/", "part") if is_folder else CompletionItem(word)

@@ -1,7 +1,7 @@
 """Options that set the fields of a request: a dataclass of the library, or of a verb.
 
 `options_of` gives a command an option for each named field. The command gets the values in one
-dict, from which `made` makes the request. So a new option is a field and a line in the verb.
+dict, from which `made` makes the request.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,8 +37,8 @@ class FieldOption:
 def options_of(
     request: type[object], into: str, **options: FieldOption
 ) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
-    """Adds an option for each named field of the dataclass `request`, in this order. A bool becomes
-    a flag. The command gets the values in the dict `into`, which several decorators may fill."""
+    """Adds the options in this order. A bool becomes a flag. Several decorators may fill the dict
+    `into`."""
     defaults = {each.name: each.default for each in fields(request)}  # type: ignore[arg-type]  # a dataclass
 
     def decorate(command: Callable[_P, None]) -> Callable[_P, None]:

@@ -102,8 +102,6 @@ usage."""
 
 
 class _AbsolutePath(click.Path):
-    """Makes a path absolute, for a program that runs in another folder."""
-
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None,
         ctx: click.Context | None,
@@ -176,7 +174,7 @@ def time(text: str) -> float:
         if ago is not None:
             then = now - timedelta(**{_AGO_UNITS[ago[2]]: int(ago[1])})
         else:
-            then = datetime.fromisoformat(text).astimezone()  # without a zone it is local
+            then = datetime.fromisoformat(text).astimezone()
         seconds = then.timestamp()
     except (ValueError, OverflowError, OSError):
         raise UsageError(

@@ -149,7 +149,7 @@ def _read_paths(files_from: str, nul: bool) -> list[bytes]:
     paths: dict[bytes, None] = {}
     for line in filter(None, lines):
         path = line if line.startswith(b"/") else line.rstrip(b"/")
-        while path.startswith(b"./"):  # as `find .` writes them
+        while path.startswith(b"./"):
             path = path[2:]
         paths[b"" if path == b"." else check_path(path)] = None
     return list(paths)

@@ -71,7 +71,6 @@ class OwnMounts:
         self._found: dict[MountPlace, DatasetMount] = {}
 
     def find(self) -> dict[MountPlace, DatasetMount]:
-        """Costs little if nothing was mounted or unmounted since the last call."""
         table = Path("/proc/self/mountinfo").read_bytes()
         if table != self._table:
             user = os.geteuid()

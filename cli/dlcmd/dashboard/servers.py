@@ -58,7 +58,7 @@ class WatchedServer(Watched):
         self._place, self._path = place, path
         self._before: tuple[float, Metrics] | None = None
         self._newest: tuple[float, Metrics] | None = None
-        self._marked: tuple[float, Metrics] | None = None  # the sample at the last `point`
+        self._marked: tuple[float, Metrics] | None = None
         super().__init__(source_id, History(COLUMNS))
 
     def refresh(self) -> None:

@@ -1,8 +1,4 @@
-"""A mount, server or repository that the dashboard watches, with a thread of its own.
-
-`watcher.py` calls `refresh_soon` of each at every tick, and waits at most `ANSWERS_S` for
-`is_done`. Without an answer by then, the page shows the last figures and their age.
-"""
+"""A mount, server or repository that the dashboard watches, with a thread of its own."""
 
 import logging
 import threading
@@ -98,7 +94,7 @@ class Watched(ABC):
                 problem = error.message
             except OSError as error:
                 problem = error.strerror or type(error).__name__
-            except Exception as error:  # the dashboard goes on with the others
+            except Exception as error:
                 log.exception("a bug in refreshing %s", self.id)
                 problem = f"unexpected {type(error).__name__}"
             else:

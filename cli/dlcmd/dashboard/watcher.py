@@ -53,7 +53,7 @@ class Watcher:
         self._change = threading.Condition()
         self._tick = 0
         self._state = b"{}"
-        self._looked_s = -WATCHED_FOR_S  # of a page
+        self._looked_s = -WATCHED_FOR_S
         self._datasets_s = 0.0
         self._point_s = 0.0
         self._is_ended = False

@@ -1,4 +1,4 @@
-"""Each query is a child process."""
+"""Makes the archive of `dlcmd doctor --bundle`. A child process queries each mount."""
 
 import os
 import stat

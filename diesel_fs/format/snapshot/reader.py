@@ -20,7 +20,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from ...errors import CorruptError, NoSuchPath, NotAFolder
 from ...names import cut, shown
-from ..entries import ROOT, AnySlice, ChunkId, Kind, Stat, check_path
+from ..entries import ROOT, AnySlice, ChunkId, Kind, Rows, Stat, check_path
 from . import layout as layout
 from .rows_digest import digest_of_columns
 
@@ -136,8 +136,18 @@ class ChunkIds(Sequence[ChunkId]):
         return ChunkId(self._ids[at : at + 16].tobytes())
 
 
+class MergedFrom(NamedTuple):
+    """The version from which a snapshot was merged, and the rows that were merged in."""
+
+    version: int
+    rows: Rows
+
+
 class Snapshot:
     """All metadata of one dataset at one version."""
+
+    merged_from: MergedFrom | None = None
+    """Known only if this process merged it, from few rows."""
 
     def __init__(self, buffer: "ReadableBuffer", *, verify: bool = True) -> None:
         """`buffer` has the whole file. Raises a leaf of FormatError. `verify=False` is for a

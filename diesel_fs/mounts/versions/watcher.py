@@ -48,8 +48,10 @@ POLL_INTERVAL_S = 5.0
 """A check takes a few requests to the metadata store and a listing of snapshots."""
 
 SWITCH_DELAY_S_MAX = 60.0
+_SWITCH_SHARE = 20
 """Each commit of a put makes a version, and a switch takes seconds with millions of entries. So a
-mount switches when no further version has appeared between two checks, or after this time."""
+mount switches when no further version has appeared between two checks, or when it has waited for
+`_SWITCH_SHARE` times as long as its last switch took, or for `SWITCH_DELAY_S_MAX`."""
 
 WORKER_DEADLINE_S = 15.0
 """How long to wait for an answer of the worker, which may be fetching a chunk."""
@@ -84,6 +86,7 @@ class VersionWatcher:
         self._last_error = ""
         self._switch_failed = False  # with `_last_error`
         self._newest_version, self._newest_since_s = 0, 0.0
+        self._switch_took_s = 0.0
         self._running_plans: list[str] = []
         self._versions = 1  # that the mount answered from at the last `_free_memory`
         self._applied_version: int | None = None  # the last that the kernel knows fully
@@ -171,9 +174,11 @@ class VersionWatcher:
             self._newest_since_s = now_s
         is_unchanged = newest == self._newest_version
         self._newest_version = newest
-        if is_unchanged or now_s - self._newest_since_s >= SWITCH_DELAY_S_MAX:
+        patience_s = min(_SWITCH_SHARE * self._switch_took_s, SWITCH_DELAY_S_MAX)
+        if is_unchanged or now_s - self._newest_since_s >= patience_s:
             try:
                 await self._switch_if_idle()
+                self._switch_took_s = trio.current_time() - now_s
             except DieselError:
                 self._switch_failed = True
                 raise

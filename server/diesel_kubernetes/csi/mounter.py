@@ -1,8 +1,7 @@
 """Starts and ends mounts: the interface, and its implementation by processes.
 
 `ProcessMounter` is for nodes on which the plugin is a service of the system, `PodMounter`
-(`pods.py`) for clusters. A *mount* has a name, `KEY-N`, and a folder in the state folder
-(`state.py`), in which its mount point `root` lies.
+(`pods.py`) for clusters. `state.py` explains a mount's name and folder.
 """
 
 from contextlib import suppress

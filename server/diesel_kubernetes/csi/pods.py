@@ -161,7 +161,6 @@ class PodMounter:
                     self._delete_secret(named)
 
     def end(self, name: str) -> None:
-        """Deletes the pod, which unmounts on SIGTERM, and waits for its end."""
         named, until_s = pod_name(name), time.monotonic() + END_DEADLINE_S
         with api_errors():
             with suppress(NotFoundError), api_errors():

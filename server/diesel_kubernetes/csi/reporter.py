@@ -2,8 +2,7 @@
 
 The report is a ConfigMap of the driver's namespace (`../reports.py`). The plugin's pod owns it, so
 the cluster deletes it when the node or the driver is removed. A thread of its own measures, since
-mounts may hang. It writes a report if it differs noticeably from the last one, or if that one is
-older than REFRESH_S.
+mounts may hang.
 """
 
 import logging
@@ -110,7 +109,7 @@ class NodeReporter:
                 self.report()
                 self._is_failing = False
             except DieselError as error:
-                if not self._is_failing:  # it is logged once
+                if not self._is_failing:
                     log.warning("cannot report what this node holds: %s", error)
                 self._is_failing = True
             except Exception:

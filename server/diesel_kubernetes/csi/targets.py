@@ -231,5 +231,5 @@ class FileSystemUsage:
 def usage_of(target: str) -> FileSystemUsage:
     """Hangs if the mount is not alive. Raises OSError."""
     found = os.statvfs(Path(target))
-    is_counted = found.f_files < _NOT_COUNTED  # EROFS does not report the number
+    is_counted = found.f_files < _NOT_COUNTED
     return FileSystemUsage(found.f_blocks * found.f_frsize, found.f_files if is_counted else 0)

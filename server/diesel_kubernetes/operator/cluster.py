@@ -1,8 +1,7 @@
 """Reads and writes objects of the Kubernetes API, as plain dictionaries.
 
 The controller decodes them (`decoding.py`): a pod template may have fields that no library knows
-yet. Only this module and kopf's watches speak to the API server. Errors are those of lightkube
-(`ApiError`, which has the status) and of httpx2.
+yet. Errors are those of lightkube (`ApiError`, which has the status) and of httpx2.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -63,7 +62,6 @@ class Nodes(GenericGlobalResource):
 
 
 def _status_of(kind: type[GenericNamespacedResource]) -> type[GenericNamespacedResource]:
-    """The `status` subresource of a kind."""
     info = kind._api_info
     return type(
         f"{kind.__name__}Status",
@@ -127,7 +125,7 @@ class Cluster:
         """Returns False if the name is taken."""
         one: GenericNamespacedResource = _KINDS[decode(AnyObject, made).kind].from_dict(made)
         try:
-            await self._client.create(one)  # its metadata have the namespace
+            await self._client.create(one)
         except ApiError as error:
             if error.status.code == HTTPStatus.CONFLICT:
                 return False

@@ -1,19 +1,17 @@
 """The reconciler: it reads a Dataset or TrainingJob, and does the next step for it.
 
-`datasets.py` and `training.py` decide the step, `cluster.py` reads and writes. A step is safe to do
-twice, and the controller keeps no state of objects, so it may be killed between any two writes. All
-tasks run in one asyncio loop:
+A step is safe to do twice, and the controller keeps no state of objects, so it may be killed
+between any two writes. All tasks run in one asyncio loop:
 
 - Workers of the queue (`queue.py`) call `handle(key)`: a *turn* of the object. The queue never
-  gives one key to two workers, so no two steps of one object interleave. Steps of different objects
-  interleave at each call of the cluster.
+  gives one key to two workers, so no two steps of one object interleave.
 - One task calls `refresh_holdings` at intervals. It reads the reports of all nodes and replaces
   `_reports` and `_holdings` without a wait in between; a step that began before keeps the old
   index. Then it wakes the Datasets of which a node now holds more or less.
 - The watch (`handlers.py`) calls `note_pod`, which never waits.
 
-If somebody else, a user or a second operator, changes an object between a read and a write, the API
-server refuses the write (409), and `handle` plans another turn.
+If somebody else changes an object between a read and a write, the API server refuses the write
+(409), and `handle` plans another turn.
 
 Only hints are kept between turns: names of pods (`KnownPods`), the reports, and the nodes of each
 Dataset (`_known_datasets`). They save list requests to the API server. A wrong hint costs such a
@@ -90,8 +88,7 @@ class Hindered(Exception):
 
 
 class KnownPods:
-    """Names of pods that the watch has seen. The watch may be behind, and there are no names at
-    first."""
+    """Names of pods that the watch has seen. The watch may be behind."""
 
     def __init__(self) -> None:
         self._by_job: dict[tuple[str, str], set[str]] = {}
@@ -156,7 +153,6 @@ class Reconciler:
         self._http: httpx2.AsyncClient | None = None  # made when needed: that takes 0.1 s
 
     def note_pod(self, raw: Json, *, is_gone: bool) -> None:
-        """Remembers a pod that the watch has seen, so that no list request is needed for it."""
         self._known.note(decode(Metadata, raw.get("metadata")), is_gone=is_gone)
 
     async def close(self) -> None:

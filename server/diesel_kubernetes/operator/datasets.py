@@ -1,7 +1,7 @@
 """Decides the next step for a Dataset. Pure.
 
 `OPERATOR.md` has the phases. `decide` looks only at the object, its Jobs, the pods that read it and
-reports of nodes, and remembers nothing: an operator may be killed at any step.
+reports of nodes, and remembers nothing.
 """
 
 import json
@@ -162,7 +162,6 @@ def view_of_job(job: Job, pods: Sequence[Pod]) -> JobView:
 
 
 def _why_it_waits(pod: Pod) -> str:
-    """Returns why a pod cannot be scheduled, or which image or Secret is missing; or ""."""
     for each in pod.status.conditions:
         if each.type == "PodScheduled" and each.status == "False":
             return each.message

@@ -31,7 +31,6 @@ class NodeState:
 
     @property
     def free_bytes(self) -> int:
-        """`OPERATOR.md` defines free storage."""
         left = self.allocatable.get(STORAGE, Fraction()) - self.requested.get(STORAGE, Fraction())
         return max(0, int(left) - self.cached_bytes)
 

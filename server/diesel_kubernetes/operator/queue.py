@@ -5,21 +5,17 @@ several times before its turn has one turn. After a failed turn, a key has anoth
 pause, which doubles up to a limit. Nothing is stored: a new process begins with the list of all
 objects.
 
-All tasks run in one asyncio loop. `add`, `add_later` and `forget` never wait. `run` owns `workers`
-tasks, each of which takes a ready key and awaits `handle(key)`, and one task that adds the keys
-that are due.
+All tasks run in one asyncio loop, and code between two waits (`await`) is atomic. `add`,
+`add_later` and `forget` never wait.
 
 A key is in one of three states: waiting (in `_waiting`, and once in `_ready`), in the hands of one
 worker (in `_busy`), or idle, maybe with the time of its next turn in `_due`. If a key is added
 while a worker has it, it is only marked (`_again`), and the worker adds it at the end of the turn.
-So no change is lost, and no two workers have the same key.
+So no change is lost, and no two workers have the same key. A time in `_due` that was replaced or
+removed stays in the heap `_timers`; the task for due keys skips it.
 
-Code between two waits (`await`) is atomic: a worker takes a key and marks it busy without a wait in
-between, and ends the turn without a wait. A time in `_due` that was replaced or removed stays in
-the heap `_timers`; the task for due keys skips it.
-
-An exception of `handle` ends only that turn. A cancelled `run` ends all workers in the middle of
-their turns, which are safe to do twice (`controller.py`).
+A cancelled `run` ends all workers in the middle of their turns, which are safe to do twice
+(`controller.py`).
 """
 
 import asyncio

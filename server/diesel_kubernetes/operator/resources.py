@@ -51,7 +51,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """A node that has a part of a dataset in its cache. Shares are percentages."""
+    """Shares are percentages."""
 
     name: str = ""
     state: str = ""
@@ -66,7 +66,6 @@ class NodeShare:
 
     @property
     def share_on_disk(self) -> int:
-        """The whole share counts if the share on disk was not measured."""
         return self.share if self.disk_share is None else self.disk_share
 
 

@@ -94,7 +94,7 @@ class DatasetSpec:
 
 
 def parse_dataset(seen: DatasetObject, defaults: Defaults) -> DatasetSpec:
-    """Raises UsageError, which names the field."""
+    """Raises UsageError."""
     given = seen.given
     name = given.dataset or seen.name
     if not DATASET_NAME.fullmatch(name):
@@ -210,7 +210,7 @@ class TrainingSpec:
 
 
 def parse_training(seen: TrainingObject) -> TrainingSpec:
-    """Raises UsageError, which names the field."""
+    """Raises UsageError."""
     given = seen.given
     if len(seen.name) > NAME_CHARS_MAX:
         raise UsageError(f"metadata.name has more than {NAME_CHARS_MAX} characters")

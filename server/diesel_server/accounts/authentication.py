@@ -196,7 +196,6 @@ class TableAuthenticator:
             state = self._table.read()
             accounts, token = state.accounts, state.token
         is_empty = token == NO_TOKEN
-        # An empty table that had accounts before has been lost
         if not is_empty or not (before.lost or before.accounts):
             self._copy = _AccountsCopy(accounts, self._read_began_s, token)
         else:

@@ -1,7 +1,6 @@
 """One client's connection to the server: greeting, login, requests and answers (`WIRE.md`).
 
-This module decides the order of events on a connection, their deadlines, the answer to each error,
-and the lines in the log. `channel.py` moves bytes, and `requests/dispatcher.py` runs handlers.
+`channel.py` moves bytes, and `requests/dispatcher.py` runs handlers.
 
 Concurrency: one task reads requests. Each request under way has a task of its own, which answers
 it; a lock lets one of these tasks write at a time. Memory for a request is taken from the worker's
@@ -63,8 +62,7 @@ class Authenticator(Protocol):
         ...
 
     def current(self, account: Account) -> Account:
-        """The account as it is now. Raises PermissionDenied if the user was removed or has another
-        key."""
+        """Raises PermissionDenied if the user was removed or has another key."""
         ...
 
 
@@ -413,7 +411,6 @@ class ClientConnection:
             self._account_s = trio.current_time()
 
     async def _reject(self, message: Message, number: int, do: str, rejection: _Rejection) -> None:
-        """Answers a rejected request; logs refusals."""
         error = rejection.error
         if isinstance(error, PermissionDenied) or rejection.outcome == "busy":
             self.note_refusal(
@@ -507,7 +504,7 @@ class ClientConnection:
             self._writing.release()
 
     async def _exactly(self, size: int) -> bytearray:
-        if self._open_channel.has_buffered(size):  # mostly so, and a deadline costs more
+        if self._open_channel.has_buffered(size):
             return await self._open_channel.receive_exactly(size)
         with self._deadline(size):
             return await self._open_channel.receive_exactly(size)

@@ -78,7 +78,7 @@ class Listener:
 
     async def _serve(self, accepted: trio.socket.SocketType, address: str, port: int) -> None:
         context = self._context
-        context.cells.add("diesel_connections_total")  # metrics
+        context.cells.add("diesel_connections_total")
         with accepted:
             shown = f"[{address}]" if ":" in address else address
             connection = ClientConnection(context, self._opener(accepted), shown, port)

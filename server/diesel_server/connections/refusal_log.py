@@ -1,8 +1,7 @@
 """The log of refusals: one line for each connection, login or request that the server refuses.
 
 No line has a secret key. The lines about one network are limited, so that a client that tries all
-night does not fill the disk; the next line has the number of those left out. The metrics count
-every refusal. For one event loop.
+night does not fill the disk; the next line has the number of those left out. For one event loop.
 """
 
 import logging

@@ -63,7 +63,7 @@ async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None
             except DieselError:  # Redis is away, which requests report
                 now = compared
         if not has_begun or not succeeded or now != compared:
-            if succeeded and has_begun:
+            if succeeded and compared is not None:
                 log.warning("Redis has restarted: its metadata are compared with the chunks")
             has_begun = True
             succeeded = await trio.to_thread.run_sync(
@@ -75,8 +75,7 @@ async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None
 
 
 def recommit_lost(repository: LocalRepository) -> bool:
-    """Commits lost chunks again, and logs the datasets. Blocks. Returns False if a comparison
-    failed and must be repeated."""
+    """Blocks. Returns False if a comparison failed and must be repeated."""
     try:
         if repository.meta_problem is not None:
             return False

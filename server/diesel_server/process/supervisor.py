@@ -292,7 +292,6 @@ def _no_process(error: OSError) -> DieselError:
 
 
 def _start_error(report: bytes, code: int) -> DieselError:
-    """Takes the error from the report, if it has one."""
     try:
         fields = json.loads(report)
         return error_by_class_name(

@@ -1,4 +1,4 @@
-"""Puts the parts of a worker together: stores, caches, accounts, handlers of requests."""
+"""Puts the parts of a worker together."""
 
 import logging
 import os
@@ -57,7 +57,7 @@ class Wiring:
 
 
 WireUp = Callable[[WorkerConfig, MetricCells], Wiring]
-"""Tests pass others than `wire_up`. Blocks. Raises DieselError."""
+"""Blocks. Raises DieselError."""
 
 
 def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
@@ -110,7 +110,6 @@ def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
 
 
 def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
-    """Texts that clients must not see, longest first, and their replacements."""
     found = {url.full_url: _STORE, url.objects_url: _STORE}
     if url.scheme == "file":
         found |= dict.fromkeys((str(url.path), os.path.realpath(url.path)), _STORE)

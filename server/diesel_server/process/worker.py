@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -58,6 +59,7 @@ def run_worker(make: WireUp) -> NoReturn:
     try:
         trio.run(_serve, config, make)
     except DieselError as error:
+        log.error("the worker ends: %s", error)
         _report(config, json.dumps(error_message(error)))
         code = error.exit_code
     except BaseException:
@@ -154,12 +156,12 @@ def _shared(config: WorkerConfig) -> memoryview:
 
 
 def _report(config: WorkerConfig, line: str) -> None:
-    """Sends the report of the start (`worker_config.py`), once."""
-    try:
+    """Only the first report arrives. Its descriptor stays taken, so that a later one, of an error
+    that ends the worker, is not written into a connection that has got the same number."""
+    with suppress(OSError):  # the supervisor has ended
         os.write(config.status, line.encode() + b"\n")
-        os.close(config.status)
-    except OSError:  # the report was made before, or the supervisor has ended
-        return
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), config.status, inheritable=False)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class WorkerConfig:
     is_first: bool  # the server is starting: an error of the worker ends the server
     sockets: Sequence[int]  # descriptors of the listening sockets
     cells: int  # descriptor of the shared memory of the metrics
-    workers: int  # number of all workers
+    workers: int
     status: int  # descriptor for the report
     certificate: str
     key: str

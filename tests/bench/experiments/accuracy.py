@@ -1,8 +1,6 @@
 """Benchmark of the accuracy of a network trained with images in chunk-wise order, compared with
-full shuffle: a table, and a plot beside the bench. It repeats figure 13 of the paper (DIESEL,
-section 6.5), which finds no loss, in small: with made images, many seeds and intervals.
-
-Nothing is timed, so a busy machine only makes it take longer.
+full shuffle. It repeats figure 13 of the paper (DIESEL, section 6.5), which finds no loss, in
+small: with made images, many seeds and intervals. Nothing is timed.
 """
 
 import json
@@ -76,7 +74,6 @@ class Difference:
 
     @property
     def farthest(self) -> float:
-        """The greatest distance of the interval from 0."""
         return abs(self.mean) + self.half_width
 
     @property
@@ -89,11 +86,8 @@ class Difference:
 
 
 def measure(bench: Workbench) -> list[Row]:
-    """Train a small network with each order and seed, and test it.
-
-    The images lie in a repository twice: packed into chunks in random order, and class after class.
-    Full shuffle does not depend on that. All networks of a seed begin with the same weights.
-    """
+    """The images lie in a repository twice: packed into chunks in random order, and class after
+    class. Full shuffle does not depend on that."""
     images = IMAGES // bench.divisor
     numbers = {
         "epochs": max(EPOCHS // bench.divisor, 2),
@@ -140,7 +134,6 @@ def measure(bench: Workbench) -> list[Row]:
 
 
 def put_images(folder: Path, pixels: Pixels, packed: Mapping[str, Indices]) -> Dlcmd:
-    """A repository with images, in a dataset for each order in which they are packed."""
     dlcmd = Dlcmd(folder)
     for name, order in packed.items():
         tar = folder / f"{name}.tar"
@@ -152,13 +145,12 @@ def put_images(folder: Path, pixels: Pixels, packed: Mapping[str, Indices]) -> D
 
 
 def probe(dlcmd: Dlcmd, seed: int, *words: str) -> dict[str, float]:
-    """The output of `learning_probe.py` for a seed."""
     name = "experiments.learning_probe"
     return probes.run(name, dlcmd, str(seed), *words, deadline_s=PROBE_S_MAX)
 
 
 def probe_seeds(bench: Workbench, dlcmd: Dlcmd, seeds: int, *words: str) -> Runs:
-    """Its output for each seed; two seeds if the bench is only tried."""
+    """The output of `learning_probe.py` for each seed; two seeds if the bench is only tried."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         numbers = range(seeds if bench.divisor == 1 else 2)
         return list(pool.map(lambda seed: probe(dlcmd, seed, *words), numbers))

@@ -2,8 +2,7 @@
 
     python mds_program.py SOURCE OUT
 
-The writer's defaults: shards of 64 MiB, no compression, no hashes. The shards are synced at the
-end, as our chunks are.
+The writer's defaults: shards of 64 MiB, no compression, no hashes.
 """
 
 import os

@@ -31,8 +31,7 @@ _RDONLY_NOSUID_NODEV = 1 | 2 | 4
 
 
 def pack(name: str, source: Path, image: Path) -> Path:
-    """Make the image or archive that a peer mounts, of the files below `source`, without
-    compression."""
+    """The image or archive is not compressed."""
     if name == RATARMOUNT:
         tar.pack_seconds(source, image)
     elif name == EROFS:
@@ -96,7 +95,7 @@ def _mount(name: str, image: Path, mountpoint: Path) -> "subprocess.Popen[bytes]
 
 
 def _start_ratarmount(archive: Path, mountpoint: Path) -> "subprocess.Popen[bytes]":
-    """Start it, and wait until it is mounted; the index lies beside the archive."""
+    """The index lies beside the archive."""
     index = archive.with_suffix(".index")
     command = [installed(RATARMOUNT), "-f", "--index-file", str(index), str(archive)]
     with archive.with_suffix(".log").open("w+") as log:
@@ -126,7 +125,6 @@ def _unmount(mountpoint: Path, *, is_fuse: bool) -> None:
 
 @contextmanager
 def in_memory(shape: Shape) -> Iterator[Path]:
-    """Make the shape's folders and files in tmpfs, and remove them at the end."""
     if kind_of(_SHARED) != "tmpfs":
         raise PeerMissing(f"{_SHARED} is no tmpfs")
     if os.statvfs(_SHARED).f_favail < shape.files + shape.folders:

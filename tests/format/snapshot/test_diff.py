@@ -11,8 +11,8 @@ from xxhash import xxh3_64_intdigest
 
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.diff import diff_snapshots
-from diesel_fs.format.snapshot.reader import ROOT_HASH, Snapshot
-from tests.format.snapshot.oracle import OwnEntry, Part, ShownEntry, build, shown
+from diesel_fs.format.snapshot.reader import ROOT_HASH, MergedFrom, Snapshot
+from tests.format.snapshot.oracle import OwnEntry, Part, ShownEntry, build, rows_of, shown
 from tests.format.snapshot.test_model import apply, batches, chunks_of
 
 ENTRIES = 300_000
@@ -39,6 +39,13 @@ def check(before: dict[bytes, OwnEntry], after: dict[bytes, OwnEntry]) -> None:
     then, now = shown(before), shown(after)
     place = {path: i for i, path in enumerate(then)}
     found = diff_snapshots(old, new)
+    changed_rows = {path for path in {*before, *after} if before.get(path) != after.get(path)}
+    for more in (set[bytes](), set(list(after)[:3])):  # rows may say what has not changed, too
+        rows = rows_of({path: after.get(path) for path in changed_rows | more}, seed=len(more))
+        new.merged_from = MergedFrom(1, rows)
+        by_rows = diff_snapshots(old, new)
+        assert by_rows.same_path.tolist() == found.same_path.tolist()
+        assert by_rows.unchanged.tolist() == found.unchanged.tolist()
     same_path = [place[path] if path in then and then[path].kind == each.kind else -1
            for path, each in now.items()]  # fmt: skip
     # An entry whose kind has changed has no partner; then it has no entries below it, either.
