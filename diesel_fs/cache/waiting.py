@@ -1,10 +1,9 @@
 """Marks the causes for which a read waits, so that a mount can show where its readers' time goes.
 
 Calls of stores, other nodes and the decompressor are marked with a `WaitCause` while they run. A
-caller sets an observer for a piece of work (`observer_set`), and the marks call it, in any thread
-that does the work: the observer is a context variable, which trio passes on to tasks and threads.
-Without an observer a mark costs less than a microsecond; the paths that read many files at once
-have none.
+caller sets an observer (`observer_set`), and the marks call it in any thread that does the caller's
+work: the observer is a context variable, which trio passes on to tasks and threads. Without an
+observer a mark costs less than a microsecond; the paths that read many files at once have none.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +38,7 @@ class WaitCause(IntEnum):
 
 
 class WaitObserver(Protocol):
-    """The waits of one piece of work. Called by any thread, also by several at once."""
+    """Called by any thread, also by several at once."""
 
     def enter(self, cause: WaitCause) -> None:
         """The work begins to wait for this cause."""
@@ -66,7 +65,7 @@ def observer_set(observer: WaitObserver) -> Iterator[None]:
             _observer.reset(token)
 
 
-class waiting_for:  # lower case, as it is used like a function
+class waiting_for:
     """Marks the code in the `with` as waiting for a cause."""
 
     __slots__ = ("_cause", "_observer")
@@ -85,7 +84,7 @@ class waiting_for:  # lower case, as it is used like a function
 
 
 class MarkedStore(StoreWrapper):
-    """Marks the reads of an object store with a cause, except `read_nowait`, which never waits."""
+    """Marks reads with a cause, except `read_nowait`, which never waits."""
 
     def __init__(self, inner: ObjectStore, cause: WaitCause) -> None:
         super().__init__(inner)

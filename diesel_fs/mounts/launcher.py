@@ -69,9 +69,7 @@ class Patience:
     """How long the daemon may live without using processor time. It ends within milliseconds,
     unless the kernel first has to forget millions of files, 200,000 a second."""
     total_s: float = 600.0
-    """How long the daemon may live at most."""
     log_interval_s: float = 5.0
-    """The interval of warnings that the daemon still works."""
     before_signal_s: float = 1.0
     """After this time the daemon gets SIGTERM."""
 
@@ -405,8 +403,8 @@ def _warn_still_mounted(left: Mapping[MountEntry, int], path: str, daemon: int) 
 
 
 def _wait(own: Sequence[int], path: str, patience: Patience) -> None:
-    """Waits for the processes, the daemon first, as long as they use processor time: the kernel may
-    have to forget millions of files. Raises DeadlineError."""
+    """Waits for the processes, the daemon first, as long as they use processor time. Raises
+    DeadlineError."""
     now_s = begun_s = worked_s = logged_s = time.monotonic()
     ticks = processor_ticks(own)
     for pid in own:

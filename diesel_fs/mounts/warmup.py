@@ -2,13 +2,14 @@
 
 The way depends on the mount:
 
-- The mount pushes contents into the kernel's page cache: as many files as fit its memory are
-  announced as a plan that no program reads (`plans/CONTROL.md`), until they are loaded.
-- The mount also reads through a cache of chunks (of the nodes of a task, or on a disk with
-  `--cache-dir`): all files are announced, and the plan's reader reports positions half of the
-  memory behind the pushes. So every chunk passes through that cache. A cache on a disk keeps only
-  as much as it can write in time, so the pass is repeated as long as the cache gains chunks.
-- The mount pushes nothing, since its prefetch worker has ended: this module reads the files.
+- A mount without a cache of chunks gets a plan that no program reads (`plans/CONTROL.md`): as many
+  files as fit its memory. The mount pushes them into the kernel's page cache.
+- A mount with a cache of chunks (in a task, or with `--cache-dir`) gets a plan of all files. The
+  plan's reader reports positions half of the memory behind the pushes, so every chunk passes
+  through the cache. A cache on a disk keeps only as much as it can write in time, so the pass is
+  repeated as long as the cache gains chunks.
+- If the mount's prefetch worker has ended, the mount pushes nothing, and this module reads the
+  files.
 
 Files are loaded in the order of their chunks, so that each chunk is fetched once. One thread calls;
 reading has threads of its own.
@@ -46,8 +47,8 @@ from .prefetch.streams.units import PAGE_BYTES
 from .source import MemorySplit
 
 Show = Callable[[int, int, int], None]
-"""Shows progress: the number of files that had their turn, the number of all files, and the bytes
-of the former."""
+"""Gets the number of files that had their turn, the number of all files, and the bytes of the
+former."""
 
 POLL_S_MIN, POLL_S_MAX = 0.02, 0.25
 """How often the mount's progress is queried: often at first, since small folders are quick."""
@@ -60,8 +61,7 @@ NO_ROOM_S = 2.0
 """If a mount has waited for room for this time, it gets none: plans of other programs hold it."""
 
 FAILING_S = 30.0
-"""How long to wait while the mount cannot read its store and loads nothing: as long as a read
-waits."""
+"""How long to wait if the mount cannot read its store: as long as a read waits."""
 
 WORKER_STATS_LAG_S, TASK_STATS_LAG_S, FILE_AGE_S = 0.6, 1.3, 1.2
 """The greatest age of figures from the prefetch worker (sent four times a second), from the task
@@ -79,7 +79,6 @@ READ_BYTES = 1 << 20
 ENDLESS_BYTES = 1 << 62
 
 PASSES_MAX = 16
-"""The most passes over the files."""
 
 VERSIONS_TRIED = 3
 """A mount that follows its dataset may switch to another version just before it gets the plan."""
@@ -144,7 +143,7 @@ class Warmup:
             )
         found = cls(mount, inside, launcher.stats(mount.path))
         with _errors_of(mount.path), found._control() as control:
-            if control is not None:  # the worker knows the budget before `.diesel/stats` has it
+            if control is not None:
                 found._stats = control.stats()
         return found
 
@@ -186,16 +185,16 @@ class Warmup:
         return wanted if wanted <= memory_limit_bytes() else 0
 
     def run(self, show: Show) -> WarmupReport:
-        """Loads the files. An interrupted run withdraws its plan; loaded files stay. Raises
-        ObjectStoreError if nothing can be loaded because the mount cannot read its store,
-        PermissionDenied for another user's mount, and DieselError if the mount ends meanwhile."""
+        """An interrupted run withdraws its plan; loaded files stay. Raises ObjectStoreError if the
+        mount cannot read its store, PermissionDenied for another user's mount, and DieselError if
+        the mount ends meanwhile."""
         if not len(self._files):
             return WarmupReport(Amount(), Amount(), Amount(), (), Amount())
         for tries_left in reversed(range(VERSIONS_TRIED)):
             try:
                 with _errors_of(self.mountpoint), self._control() as control:
                     return self._read(show) if control is None else self._push(control, show)
-            except ConflictError:  # the mount has just switched to another version
+            except ConflictError:
                 if not tries_left:
                     raise
                 self._read_snapshot()
@@ -250,8 +249,8 @@ class Warmup:
         )
 
     def _push_through_cache(self, control: Control, show: Show) -> tuple["_Pushed", float]:
-        """Pushes all files, again and again, until the cache of chunks gains no more. Returns the
-        result of the last pass, and the part of its reads that the cache served (0 to 1)."""
+        """Returns the result of the last pass, and the part of its reads that the cache served
+        (0 to 1)."""
         window_bytes = self._budget_bytes // 2
         order = self._files[self._pushable()]
         if not len(order):
@@ -273,8 +272,8 @@ class Warmup:
     def _push_once(
         self, control: Control, order: Indices, window_bytes: int, show: Show
     ) -> "_Pushed":
-        """Has the mount push the files of `order`, as a plan. `window_bytes`: how far its reader
-        stays behind the pushes; `ENDLESS_BYTES`: it stays at the beginning."""
+        """`window_bytes`: how far the plan's reader stays behind the pushes; `ENDLESS_BYTES`: it
+        stays at the beginning."""
         name = f"warmup:{os.getpid()}"
         pushing = _Pushing(control, name, order, self.snapshot, window_bytes, show)
         control.announce(name, [explicit(epoch=0, entries=order)])
@@ -518,7 +517,7 @@ class _Served:
 
     @property
     def missing(self) -> float:
-        """The part of the reads that went to the store, 0 to 1."""
+        """The part of all reads, 0 to 1."""
         return self.misses / (self.hits + self.misses) if self.misses else 0.0
 
 

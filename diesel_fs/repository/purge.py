@@ -440,6 +440,8 @@ class _Purge:
         if deleted:  # `_delete` has published another version
             leased = leased_versions(self._objects, self._identity, time.time())
             self._expire(leased, {**planned, now_us + 1: now_us} if self._session is None else {})
+        # A put that ended meanwhile may have published a delta on a version that is gone now
+        self._publish()
         report, empty_bytes = self._report, sum(each.object_bytes for each in empty.values())
         report.deleted = len(deleted)
         report.deleted_bytes = sum(empty[chunk].object_bytes for chunk in deleted)
@@ -462,9 +464,11 @@ class _Purge:
             self._versions, self._identity, published, self._policy, self._grace_s, planned
         )
         left = {**published, **planned}
-        kept, newest = {*retained, *leased}, max(published, default=0)
-        # The newest version has a snapshot, or in a dry run would have one
-        kept |= self._versions.forms(self._identity).needed(kept - {newest})
+        kept = {*retained, *leased}
+        roots = kept
+        if self._session is None:  # a purge would publish a snapshot of the newest version
+            roots = kept - {max(published, default=0)}
+        kept |= self._versions.forms(self._identity).needed(roots)
         expired = left.keys() - kept
         if EVERY_VERSION in leased or not self._listing_complete:
             expired = set()
@@ -474,6 +478,8 @@ class _Purge:
                 self._versions.remove(self._identity, version)
             del left[version]
         self._removed_versions |= expired
+        if self._session is not None:  # its publications have removed others
+            self._removed_versions |= self._versions_before - left.keys()
         self._report.versions_removed = len(self._removed_versions & self._versions_before)
         self._report.versions_kept = len(left)
         return left

@@ -160,12 +160,11 @@ def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identi
             return
         leased = leased_versions(objects, identity, time.time())
         kept = versions.forms(identity).needed({*retained, *leased, *[*published][-2:]})
+        for old in sorted(published.keys() - kept, reverse=True):
+            if EVERY_VERSION not in leased:
+                versions.remove(identity, old)
     except DieselError as error:
-        log.info("no version is removed: %s", error.message)
-        return
-    for old in sorted(published.keys() - kept, reverse=True):
-        if EVERY_VERSION not in leased:
-            versions.remove(identity, old)
+        log.info("versions are not removed: %s", error.message)
 
 
 # Which chunks versions and leases keep

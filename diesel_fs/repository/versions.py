@@ -10,6 +10,7 @@ import logging
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache, partial
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 from uuid import UUID
@@ -56,6 +57,10 @@ class KeptVersion(NamedTuple):
     published_ns: int
     files: int
     bytes: int
+
+
+class _OtherContent(CorruptError):
+    """A version is published with another content."""
 
 
 class _Since(NamedTuple):
@@ -118,10 +123,10 @@ class VersionStore(PublishedVersions):
     def kept(self, identity: UUID) -> list[KeptVersion]:
         kept = []
         forms = self.forms(identity)
+        read = cache(partial(self.header, identity))
         for version in forms.versions:
             try:
-                forms.chain(version)
-                header = self.header(identity, forms.forms(version)[0])
+                header, *_ = map(read, forms.chain(version))
             except (FormatError, ObjectMissing) as error:
                 log.warning("version %d is not listed: %s", version, error.message)
                 continue
@@ -307,13 +312,13 @@ class VersionStore(PublishedVersions):
         """
         known: list[_Since] = []
         if not (full or as_snapshot):
+            delta = None
             try:
-                version = self._publish_delta(meta, head, entry_digests, known)
+                delta = self._delta_since(meta, head, entry_digests, known)
             except (FormatError, ObjectMissing) as error:
                 log.warning("a snapshot is published, not a delta: %s", error.message)
-            else:
-                if version:
-                    return version
+            if delta is not None and self._write_delta(head, delta):
+                return delta.header.version
         version, parts = self._export(meta, head, known, full=full, entry_digests=entry_digests)
         self._write(head, VersionForm(version, 0), parts, parse_front(parts[0]))
         if is_worth_deltas(sum(map(len, parts))):  # this user's next put looks paths up in it
@@ -328,79 +333,113 @@ class VersionStore(PublishedVersions):
         header: SnapshotHeader | DeltaHeader,
     ) -> None:
         """Create the object of a form of a version, unless it is there already. A damaged one is
-        replaced. Raises CorruptError if the version is published with another content."""
+        replaced. Raises CorruptError if the version is published with another content, before or
+        meanwhile."""
         identity, name = head.identity, version_object(head.identity, form)
-        is_written = False
-        while not is_written:
+        is_there = is_ours = False
+        while not (is_there or is_ours):
             is_damaged = name in self._damaged
             for published in self.forms(identity).forms(form.version):
                 try:
-                    same = self._is_same(identity, published, parts, header)
-                except (FormatError, ObjectMissing):
-                    is_damaged |= published.name == name
+                    self._check_same(head, published, parts, header)
+                except ObjectMissing:
                     continue
-                if not same:
-                    raise CorruptError(
-                        f"version {form.version} of {head.name!r} is published with another"
-                        " content than the metadata have",
-                        advice=f"run `dlcmd recover {head.name}`, which makes another version",
-                    )
-                is_written |= published.name == name
+                except _OtherContent:
+                    raise
+                except FormatError:
+                    is_damaged |= published.name == name
+                else:
+                    is_there |= published.name == name
             if is_damaged:
                 self._objects.delete(name)
-            if not is_written:
+                self._damaged.discard(name)
+            if not is_there:
                 with suppress(ObjectExists):  # another process was faster: compare
                     self._objects.put(name, parts)
-                    is_written = True
-        self._damaged.discard(name)
+                    is_ours = True
+        for published in self.forms(identity).forms(form.version) if is_ours else ():
+            if published.name != name:  # it may have come meanwhile
+                try:
+                    self._check_same(head, published, parts, header)
+                except _OtherContent:
+                    raise
+                except (FormatError, ObjectMissing):
+                    continue
 
-    def _is_same(
+    def _check_same(
         self,
-        identity: UUID,
+        head: DatasetHead,
         published: Published,
         parts: Sequence[Bytes],
         header: SnapshotHeader | DeltaHeader,
-    ) -> bool:
-        """Whether a published form of a version has its content. Raises FormatError,
-        ObjectMissing."""
+    ) -> None:
+        """Raise _OtherContent unless a published form of a version has its content; other
+        FormatErrors, ObjectMissing if it cannot be read."""
         if isinstance(header, SnapshotHeader) and not published.form.base:
-            content = self._objects.get(published.name)
-            Snapshot(memoryview(content), verify=True)
-            return content_mark(content) == content_mark(parts[0])
-        theirs = self.header(identity, published)
-        digests = (theirs.digest, theirs.rows_digest or header.rows_digest)
-        return digests == (header.digest, header.rows_digest)
+            with self._named(published):
+                content = self._objects.get(published.name)
+                Snapshot(memoryview(content), verify=True)
+            same = content_mark(content) == content_mark(parts[0])
+        else:
+            theirs = self.header(head.identity, published)
+            rows = theirs.rows_digest or header.rows_digest
+            same = (theirs.digest, rows) == (header.digest, header.rows_digest)
+        if not same:
+            raise _OtherContent(
+                f"version {header.version} of {head.name!r} is published with another content than"
+                " the metadata have",
+                advice=f"run `dlcmd recover {head.name}`, which makes another version",
+            )
 
-    def _publish_delta(
+    def _write_delta(self, head: DatasetHead, delta: Delta) -> bool:
+        """Returns whether its version can be read. If a purge has removed the base meanwhile, the
+        delta is removed again. Raises CorruptError if the version is published with another
+        content."""
+        header = delta.header
+        form, parts = VersionForm(header.version, header.base), deltas.write_delta(delta)
+        self._write(head, form, parts, header)
+        try:
+            self.forms(head.identity).chain(header.version)
+        except CorruptError as error:
+            log.warning("a snapshot is published, not a delta: %s", error.message)
+            self._objects.delete(version_object(head.identity, form))
+            return False
+        return True
+
+    def _delta_since(
         self,
         meta: MetadataStore,
         head: DatasetHead,
         entry_digests: Mapping[ChunkId, EntryDigest],
         known: "list[_Since]",
-    ) -> int:
-        """Publish what changed since an earlier version; returns the version, or 0 if it needs a
-        snapshot, and then leaves the changes in `known`. Raises FormatError, ObjectMissing if the
-        base cannot be read, or if the changes contradict themselves or `entry_digests`."""
+    ) -> Delta | None:
+        """What changed since an earlier version; None if the current one needs a snapshot, and then
+        the changes may be in `known`. Raises FormatError, ObjectMissing if the base cannot be read,
+        or if the changes contradict themselves or `entry_digests`."""
         identity = head.identity
         forms = self.forms(identity)
         newest = max((v for v in forms.versions if v < head.version), default=0)
-        if not newest or forms.forms(head.version):
-            return 0
+        is_damaged = any(
+            form is not None and form.version == head.version
+            for form in map(version_of_object, self._damaged)
+        )
+        if not newest or forms.forms(head.version) or is_damaged:
+            return None
         chain = forms.chain(newest)
         if not is_worth_deltas(chain[-1].bytes):
-            return 0
+            return None
         changes = meta.changes(identity, newest)
         at = choose_base(chain, deltas.delta_bytes(changes.rows))
         if at is None:
             known.append(_Since(newest, changes))
-            return 0
+            return None
         before = self.header(identity, chain[0])
         base, above = self._lookups(identity, chain)
         table = set(base.chunk_ids)
         table.update(chunk.id for delta in above for chunk in delta.added)
         current = {chunk.id for chunk in changes.chunks}
         if before.rows_digest is None or not current.issuperset(table):
-            return 0
+            return None
         merged = [self._delta(identity, published) for published in chain[:at]]
         table.difference_update(chunk.id for delta in merged for chunk in delta.added)
         rows_digest = before.rows_digest.minus(deltas.digest_at(base, above, changes.rows))
@@ -420,9 +459,7 @@ class VersionStore(PublishedVersions):
             rows=len(rows),
         )
         added = [chunk for chunk in changes.chunks if chunk.id not in table]
-        form = VersionForm(header.version, header.base)
-        self._write(head, form, deltas.write_delta(Delta(header, rows, added)), header)
-        return form.version
+        return Delta(header, rows, added)
 
     def _lookups(self, identity: UUID, chain: Sequence[Published]) -> tuple[Snapshot, list[Delta]]:
         """A snapshot and few rows of deltas above it, in which a writer looks paths up."""
@@ -439,9 +476,9 @@ class VersionStore(PublishedVersions):
         return base, above
 
     def remove(self, identity: UUID, version: int) -> None:
-        """The caller removes later versions first: so each delta that is left after a crash can be
-        read."""
-        for published in self.forms(identity).forms(version):
+        """The caller removes later versions first, and a version's deltas go before its snapshot:
+        so each delta that is left after a crash can be read."""
+        for published in reversed(self.forms(identity).forms(version)):
             self._objects.delete(published.name)
 
     def _export(

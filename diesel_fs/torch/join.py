@@ -1,5 +1,6 @@
-"""`join`: announces a training script's reads to the mounts, as `dlcmd run` does, from inside the
-script."""
+"""`join` announces a training script's reads to the mounts, as `dlcmd run` does, from inside the
+script.
+"""
 
 import atexit
 import json
@@ -15,7 +16,7 @@ AHEAD_MAX = 7
 """The most epochs that may be announced besides the current one."""
 
 SHUFFLES = ("full", "chunk")
-_END_S = 10.0  # the wait for the planner process to end, at exit
+_END_S = 10.0  # the wait for the planner to end, at exit
 _HOOK_LOADERS = "diesel_fs.torch.hook.diesel_hook.loaders"
 
 
@@ -65,9 +66,8 @@ def join(
 
 
 def received(sampler: object) -> int | None:
-    """The number of a sampler's indices in the batches that a loop has received in this epoch; with
-    workers, the sampler has given more. None if the number is not known, for example if this
-    process has not joined."""
+    """The number of a sampler's indices in the batches that a loop has received in this epoch. None
+    if the number is not known, for example if this process has not joined."""
     for name in ("diesel_hook.loaders", _HOOK_LOADERS):  # of `dlcmd run`, and of `join`
         loaders = sys.modules.get(name)
         if loaders is not None:

@@ -3,14 +3,14 @@
 `WorkerController` follows DLCache, section III-E (algorithm 2): it chooses just enough workers that
 a batch is ready whenever the loop requests one (time to fetch a batch / time between two requests),
 within the limits of cores and memory. DLCache takes the time to fetch a batch as independent of the
-number of workers. But workers share cores and bandwidth, so here this time comes from a model as in
+number of workers. But workers share cores and bandwidth, so here it comes from a model as in
 Lobster (ICPP 2022), section 4.1: for each size of samples, a piece-wise linear function of the
 number of workers gives the time for one sample. A size without measurements uses the function of
 the nearest size. If no number of workers suffices, the controller chooses the smallest number that
 nearly reaches the highest rate.
 
 A measurement moves the whole function of its size up or down, since changes over time (for example,
-a cache gets warm) affect all numbers of workers. Pure: no clock and no I/O.
+a cache gets warm) affect all numbers of workers.
 """
 
 from bisect import bisect_left
@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 HEADROOM = 0.1
-"""Workers must be faster than the loop by this fraction: with a loader that is just fast enough,
-the loop waits at each slow batch."""
+"""Workers must be faster than the loop by this fraction: otherwise the loop waits at each slow
+batch."""
 
 SHRINK_HEADROOM = 0.25
-"""The same for fewer workers than now. It is larger, so that noise does not change the number."""
+"""The same for fewer workers than now; larger, so that noise does not change the number."""
 
 NEARLY = 0.95
-"""The fraction of the highest rate that counts as nearly reaching it."""
+"""The fraction that counts as nearly reaching the highest rate."""
 
 SMOOTHING = 0.5
-"""The newest measurement's share; the earlier value has the rest."""
+"""The newest measurement's share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,8 @@ class Measured:
     """Averages over some batches; times in seconds."""
 
     workers: int
-    """The number of workers that prepared the batches."""
     fetch_s: float
-    """The time that one worker needs for a batch: reading, decoding, transforming, collating."""
+    """One worker's time for a batch: reading, decoding, transforming, collating."""
     request_s: float
     """The loop's own time: from a batch to its next request."""
     batch_samples: float
@@ -68,7 +67,7 @@ class FetchModel:
     """Predicts the time to fetch one sample from the number of workers (see the module)."""
 
     _curves: dict[int, dict[int, float]] = field(default_factory=dict)
-    """Seconds for one sample, by size class (a power of 2), then by number of workers."""
+    """Seconds by size class (a power of 2), then by number of workers."""
 
     def learn(self, sample_bytes: float, workers: int, sample_s: float) -> None:
         """Enter a measurement: with `workers` workers, each took `sample_s` for a sample."""
@@ -127,7 +126,7 @@ class WorkerController:
         samples = max(measured.batch_samples, 1.0)
         self.model.learn(measured.sample_bytes, measured.workers, measured.fetch_s / samples)
         current = max(measured.workers, 1)
-        rates: dict[int, float] = {}  # batches per second, by number of workers
+        rates: dict[int, float] = {}  # batches per second
         for workers in range(1, self._most(measured) + 1):
             batch_s = samples * self.model.predict(measured.sample_bytes, workers)
             if batch_s <= 0:
@@ -139,9 +138,9 @@ class WorkerController:
         return self._fastest(measured, rates)
 
     def _fastest(self, measured: Measured, rates: dict[int, float]) -> int:
-        """The smallest number of workers that has nearly the highest of `rates`. Between two
-        measured numbers the model is a straight line, which predicts badly if workers disturb each
-        other: in that case returns the middle of the two, so that it is measured."""
+        """The smallest number that has nearly the highest of `rates`. Between two measured numbers
+        the model is a straight line, which predicts badly if workers disturb each other: in that
+        case returns the middle of the two, so that it is measured."""
         best = max(rates.values())
         found = next(each for each, rate in rates.items() if rate >= NEARLY * best)
         below = self.model.measured_below(measured.sample_bytes, found)

@@ -1,6 +1,6 @@
 """Whole chunks in a cache's folder: the tier of a server, and of the nodes of a task.
 
-A chunk is written into a file of its own with room reserved for it, and renamed when it is whole.
+A chunk is written into a file of its own, and renamed when it is whole.
 """
 
 import contextlib
@@ -28,13 +28,11 @@ from .rule import LONGEST_UNREAD, EvictionRule
 
 log = logging.getLogger("diesel.cache")
 
-_CHECKED_MAX = 1 << 20  # remembered chunks; beyond it all are forgotten, and checked again
+_CHECKED_MAX = 1 << 20  # beyond it all are forgotten, and checked again
 _WRITE_BYTES_MAX = 64 << 20  # in one call: signals are handled between calls
 
 
 class DiskTier(CacheTier):
-    """Chunks of one store in a cache's folder (see the package)."""
-
     kind = "disk"
     prefetches_datasets = True
 
@@ -47,13 +45,10 @@ class DiskTier(CacheTier):
         *,
         rule: EvictionRule = LONGEST_UNREAD,
     ) -> None:
-        """As `CacheFolder`."""
         self.folder = CacheFolder(place, store, limit_bytes, clock, rule=rule)
         self.jobs = CacheJobs(self.folder)
         # The chunks that this process has checked, and when it last set their times of last use
         self._checked_s: dict[ChunkKey, float] = {}
-
-    # Reading
 
     def find(self, key: ChunkKey) -> CacheHandle | None:
         held = self._open(key)
@@ -110,7 +105,7 @@ class DiskTier(CacheTier):
         return held
 
     def _is_sound(self, key: ChunkKey, held: "ChunkFile", room: memoryview | None = None) -> bool:
-        """Reads all of a chunk, into `room` if given. A damaged one is dropped."""
+        """A damaged chunk is dropped."""
         try:
             content = np.empty(held.bytes, np.uint8).data if room is None else room
             held.read_into(0, content)
@@ -145,13 +140,13 @@ class DiskTier(CacheTier):
         return False
 
     def list_chunks(self, identity: UUID) -> list[ChunkId]:
-        """The chunks that seem to be here. Raises OSError."""
+        """Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             return [*list_files(self.folder.dataset(identity)).chunks]
         return []
 
     def drop(self, key: ChunkKey) -> None:
-        """Its bytes stay counted until the next eviction, which counts all files."""
+        """The bytes stay counted until the next eviction, which counts all files."""
         self._checked_s.pop(key, None)
         unlink(self._path(key))
 
@@ -172,8 +167,6 @@ class DiskTier(CacheTier):
         if (held := self.find(key)) is not None:
             held.close()
 
-    # Writing
-
     def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
         folder = self.folder
         if folder.writes.is_open:
@@ -181,7 +174,7 @@ class DiskTier(CacheTier):
         try:
             with folder.locked() as ledger:
                 reservation = self._reserve(ledger, key, size)
-        except BusyError:  # another process is making room
+        except BusyError:
             return None
         except OSError as error:
             folder.writes.failed(error)
@@ -189,7 +182,6 @@ class DiskTier(CacheTier):
         return reservation
 
     def _reserve(self, ledger: FolderLedger, key: ChunkKey, size: int) -> Reservation | None:
-        """Needs the folder's lock."""
         if self.holds(key):
             return None
         place = self.folder.dataset(key.identity)
@@ -203,7 +195,7 @@ class DiskTier(CacheTier):
         try:
             if not try_lock(file, fcntl.LOCK_EX):
                 os.close(file)
-                return None  # another process is writing the chunk
+                return None
             counted = os.fstat(file).st_size  # room that a writer reserved before it died
             os.ftruncate(file, 0)
             ledger.add(-counted)
@@ -216,8 +208,6 @@ class DiskTier(CacheTier):
             os.close(file)
             raise
         return _FileReservation(self, key, file, temporary)
-
-    # Readers and jobs
 
     def note_use(self, identity: UUID) -> None:
         self.jobs.note_use(identity)

@@ -1,8 +1,7 @@
 """Records the uses of the datasets in a cache's folder: times of last use, and jobs.
 
 The start of a *job* (a mount, a node of a task) counts as a reference of its dataset for LRFU, and
-the job pins the dataset (see the package). This is kept in the dataset's file `.used`
-(`references.py`) and in locks on it.
+the job pins the dataset (see the package).
 """
 
 import contextlib
@@ -23,12 +22,12 @@ TOUCH_S = 60.0
 
 
 class CacheJobs:
-    """The jobs of this process. Any thread."""
+    """Any thread."""
 
     def __init__(self, folder: CacheFolder) -> None:
         self._folder = folder
         self._touched_s: dict[UUID, float] = {}
-        self._pins: dict[UUID, int] = {}  # descriptors of `.used` files, locked
+        self._pins: dict[UUID, int] = {}  # descriptors of locked `.used` files
 
     def note_use(self, identity: UUID) -> None:
         now_s = self._folder.clock()
@@ -63,6 +62,6 @@ class CacheJobs:
         return References(after, now_hour)
 
     def close(self) -> None:
-        """End the pins. Repeatable."""
+        """Repeatable."""
         while self._pins:
             os.close(self._pins.popitem()[1])

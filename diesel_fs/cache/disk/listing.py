@@ -43,8 +43,6 @@ def cached_datasets(path: Path) -> list[CachedDatasetUse]:
 
 @dataclass(frozen=True, slots=True)
 class CachedFiles:
-    """A dataset's files, by their names."""
-
     chunks: tuple[ChunkId, ...]
     """Their bytes were not checked."""
     has_logs: bool  # they have contents of the dataset, too
@@ -58,7 +56,7 @@ def dataset_folders(path: Path) -> dict[str, UUID]:
 
 
 def list_files(folder: str) -> CachedFiles:
-    """Locks and changes nothing. Raises OSError."""
+    """Changes nothing. Raises OSError."""
     chunks, has_logs = [], False
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -1,4 +1,4 @@
-"""The files of order logs in a cache's folder. `order_logs/` reads and writes their contents."""
+"""The files of order logs in a cache's folder."""
 
 import contextlib
 import fcntl
@@ -40,7 +40,7 @@ class OrderLogFiles:
         return self._folder.limit_bytes
 
     def names(self) -> list[str]:
-        """The names of all order logs of the dataset. Raises OSError."""
+        """Raises OSError."""
         return [name for name in sorted(os.listdir(self._place)) if LOG_NAME.fullmatch(name)]
 
     def open(self, name: str, *, makes: bool = True) -> int:
@@ -55,7 +55,7 @@ class OrderLogFiles:
         raise BusyError(f"another mount uses {path}")
 
     def remove(self, name: str, file: int) -> None:
-        """Remove an order log, and close `file`, its descriptor."""
+        """`file` is the log's descriptor, which is closed."""
         try:
             size = os.fstat(file).st_blocks * 512
             with contextlib.suppress(OSError):
@@ -65,8 +65,7 @@ class OrderLogFiles:
             os.close(file)
 
     def take_room(self, size: int) -> bool:
-        """Reserve room for `size` more bytes; chunks of the dataset, too, may be evicted for them.
-        Returns whether there is room."""
+        """May evict chunks of the dataset, too. Returns whether there is room."""
         if self._folder.writes.is_open:
             return False
         with contextlib.suppress(OSError, BusyError), self._folder.locked() as ledger:
@@ -80,7 +79,7 @@ class OrderLogFiles:
             ledger.add(-size)
 
     def close(self) -> None:
-        """Let the dataset have chunks again. The log files stay. Repeatable."""
+        """Let the dataset have chunks again. Repeatable."""
         if self._lock_file >= 0:
             os.close(self._lock_file)
         self._lock_file = -1

@@ -3,10 +3,10 @@
 A mount's prefetch worker writes order logs. The mount's server, another process, reads entries from
 them for the kernel's READ requests, and finds the entries by `LogAddresses`.
 
-The memory has the digests of up to `LOGS_MAX` logs (a digest names the log's file, its position is
-the log's number), and 64 bits for each entry: 0 if no log has it, else the log's number plus 1
-(upper 8 bits) and the offset in the log's file. The worker alone writes. A late or torn value does
-no harm: the server checks the bytes, and reads an entry from the store if they do not match.
+For each log, the memory has a digest (which names the log's file), and for each entry 64 bits: 0 if
+no log has it, else the log's number plus 1 (upper 8 bits) and the offset in the log's file. The
+worker alone writes. A late or torn value does no harm: the server checks the bytes, and reads an
+entry from the store if they do not match.
 """
 
 import os
@@ -53,19 +53,17 @@ class LogAddresses:
             )
 
     def remove(self, digest: int, entries: Entries) -> None:
-        """Note that entries have left the log of this digest."""
         found = np.flatnonzero(self._digests == np.uint64(digest))
         if len(found):
             is_there = self._addresses[entries] >> np.uint64(_OFFSET_BITS) == found[0] + 1
             self._addresses[entries[is_there]] = 0
 
     def remove_log(self, digest: int, entries: Entries) -> None:
-        """Note that a log with these entries is gone."""
         self.remove(digest, entries)
         self._digests[self._digests == np.uint64(digest)] = 0
 
     def _number(self, digest: int) -> int:
-        """The number of a log, which gets a free one if it has none; -1 if all are taken."""
+        """A new log gets a free number. Returns -1 if all are taken."""
         for wanted in (digest, 0):
             found = np.flatnonzero(self._digests == np.uint64(wanted))
             if len(found):
@@ -110,9 +108,9 @@ class LogEntryReader:
         """`folder` is the path of the dataset's folder in the cache, which need not exist yet."""
         self._snapshot, self._reader, self._folder = snapshot, reader, folder
         self._addresses: LogAddresses | None = None
-        self._files: dict[int, int] = {}  # descriptors, by the log's digest; under the lock
+        self._files: dict[int, int] = {}  # by the log's digest; under the lock
         self._lock = threading.Lock()
-        self._last: tuple[int, memoryview] = (-1, memoryview(b""))  # the entry that was read last
+        self._last: tuple[int, memoryview] = (-1, memoryview(b""))
         self._hits = self._wrong = 0
 
     def share(self, addresses: LogAddresses) -> None:
@@ -127,7 +125,7 @@ class LogEntryReader:
         return found[offset : offset + size]
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """The same bytes if they are in memory. Never blocks."""
+        """The same bytes if they are in memory."""
         last, content = self._last
         if last == index:
             return content[offset : offset + size]
@@ -136,8 +134,7 @@ class LogEntryReader:
         return self._reader.read_nowait(index, offset, size)
 
     def _find(self, index: int) -> memoryview | None:
-        """The checked content of an entry out of a log; None if no log has it undamaged, or if it
-        is empty or too large."""
+        """The checked content; None if no log has it undamaged, or if it is empty or too large."""
         last, content = self._last
         if last == index:
             return content
@@ -158,8 +155,8 @@ class LogEntryReader:
         return content
 
     def _file(self, digest: int) -> int:
-        """The descriptor of a log. Raises OSError. The caller checks what it reads: another thread
-        may close the descriptor, after the log was removed."""
+        """Raises OSError. The caller checks what it reads: another thread may close the descriptor,
+        after the log was removed."""
         with self._lock:
             self._close_removed()
             file = self._files.get(digest)
@@ -170,7 +167,7 @@ class LogEntryReader:
             return file
 
     def _close_removed(self) -> None:
-        """Close the files of logs that the worker has removed: their room comes free then."""
+        """The room of a removed log comes free when its file is closed."""
         known = set() if self._addresses is None else self._addresses.digests
         for digest in self._files.keys() - known:
             os.close(self._files.pop(digest))
@@ -182,7 +179,6 @@ class LogEntryReader:
         return {**self._reader.stats(), "log_hits": self._hits, "log_wrong": self._wrong}
 
     def close(self) -> None:
-        """Reads under way may fail."""
         self._reader.close()
         with self._lock:
             self._addresses = None

@@ -1,8 +1,7 @@
 """The places of entries in an order log, and the headers of its segments (`ORDER_LOG.md`).
 
-An order is cut into segments (`LogCut`), and a layout (`LogLayout`) gives each entry its place in
-the file. Offsets and sizes are counted in *units* of some bytes (`LogCut.unit`), so that 32 bits
-are enough: an entry takes 12 bytes of memory (LCache, section III-C, needs some 700). Pure.
+Offsets and sizes are counted in *units* of some bytes (`LogCut.unit`), so that 32 bits are enough:
+an entry takes 12 bytes of memory (LCache, section III-C, needs some 700). Pure.
 """
 
 import struct
@@ -20,8 +19,7 @@ from ...format.entries import Bytes
 from ...orders.plan import NO_ENTRIES, Entries
 
 SEGMENT_BYTES = 8 << 20
-"""The size of segments: enough for a disk to read at its full rate. Since entries are not cut, a
-segment has a little more or less."""
+"""The size of segments: enough for a disk to read at its full rate."""
 
 SEGMENTS_MAX = 1 << 16
 """The most segments of one log; a larger log has larger segments. numpy sorts numbers below this by
@@ -46,8 +44,6 @@ Sizes = npt.NDArray[np.uint64] | npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class LogIdentity:
-    """The identity and version of a log's dataset, and the digest of its order."""
-
     identity: UUID
     version: int
     order: int
@@ -67,10 +63,10 @@ def file_name(order: int) -> str:
 
 
 class LogCut:
-    """An order cut into segments; the first step to a layout.
+    """An order cut into segments.
 
     `entries` are the entries that a log of the order has, in the order and each once. `segment` has
-    the segment of each. A *unit* is `unit` bytes.
+    the segment of each.
     """
 
     def __init__(
@@ -100,7 +96,7 @@ class LogCut:
     def of_segments(
         cls, segments: Sequence[Entries], sizes: Sizes, unit: int, segment_bytes: int
     ) -> "LogCut":
-        """The cut of a log with these segments, whose order is not known."""
+        """The cut of a log whose order is not known."""
         cut = cls(NO_ENTRIES, sizes, np.zeros(len(sizes), np.bool_))
         cut.entries = cut._order = np.concatenate([NO_ENTRIES, *segments])
         cut.segment = np.repeat(np.arange(len(segments)), [*map(len, segments)]).astype(np.uint16)
@@ -109,7 +105,6 @@ class LogCut:
 
     @property
     def entry_count(self) -> int:
-        """The number of entries of the dataset."""
         return len(self._sizes)
 
     def stored_units(self, entries: Entries) -> npt.NDArray[np.uint32]:
@@ -127,12 +122,12 @@ class LogCut:
         position_of = np.zeros(self.entry_count, np.int64)
         position_of[self._order[::-1]] = np.arange(len(self._order))[::-1]
         behind: Places = position_of[self.entries[first[1:] - 1]] + 1
-        # Only a guard: `entries` are in the order of their first uses, so these already ascend
+        # They already ascend: this is only a guard
         return np.maximum.accumulate(behind)
 
     def by_arrival(self, arrivals: Entries) -> Entries:
-        """`entries` sorted by segment, and within a segment by their positions in `arrivals`, the
-        order in which their contents will come. Entries that do not arrive come last."""
+        """`entries` sorted by segment, and within it by their positions in `arrivals`, the order in
+        which their contents will come; others come last."""
         segment_of = np.full(self.entry_count, _NO_SEGMENT, np.uint16)
         segment_of[self.entries] = self.segment
         segments = segment_of[arrivals]
@@ -260,7 +255,7 @@ class LogLayout:
 
 
 class SegmentHeader(NamedTuple):
-    """The header of a segment, as it lies in a file."""
+    """The header of a segment."""
 
     number: int
     unit: int
@@ -276,8 +271,8 @@ class SegmentHeader(NamedTuple):
 
 
 def parse_header(content: Bytes, segment: int, cut: LogCut, log: LogIdentity) -> Entries:
-    """The entries of a segment, as they lie in the file. `content` begins with its header, and may
-    be longer. Raises FormatError unless that is sound, and of this segment and log."""
+    """The entries of the segment whose header `content` begins with. Raises FormatError unless that
+    is sound, and of this segment and log."""
     found = parse_any_header(content)
     expected = (segment, cut.unit, cut.segment_bytes, log)
     if (found.number, found.unit, found.segment_bytes, found.log) != expected:
@@ -311,7 +306,7 @@ def parse_entry_count(content: Bytes) -> int:
 
 
 def header_bytes(count: int) -> int:
-    """The bytes before the contents of a segment of `count` entries: its header and a gap."""
+    """The bytes before the contents of a segment: its header and a gap."""
     return int(_aligned(np.array([_HEAD.size + 4 * count + _CHECKSUM_BYTES]))[0])
 
 

@@ -75,7 +75,6 @@ class Log:
         return places, is_here
 
     def is_done(self, segment: int) -> bool:
-        """Whether readers have got all that a segment has."""
         some = self.places_in(segment)
         return not (self.is_present[some] & ~self.is_delivered[some]).any()
 
@@ -84,7 +83,6 @@ class LogSet:
     """The logs of one version of a dataset, with their counts, pauses and warnings."""
 
     def __init__(self, snapshot: Snapshot, addresses: LogAddresses | None) -> None:
-        """`addresses`, if any, shows the mount's server where entries lie."""
         self.snapshot = snapshot
         self.addresses = addresses
         columns = snapshot.columns
@@ -176,7 +174,7 @@ class LogSet:
         return self._breaker.is_open(time.monotonic())
 
     def pause(self, doing: str, error: OSError) -> None:
-        """Leave the logs alone for a while. `doing`: for the warning."""
+        """`doing`: for the warning."""
         self._breaker.open(time.monotonic())
         self.warn(
             f"{doing} {error.errno}",
@@ -192,8 +190,7 @@ class LogSet:
 
 
 def read_once(file: int, start: int, size: int) -> memoryview:
-    """Read a part of a file, and drop it from the page cache. Shorter at the file's end. Raises
-    OSError."""
+    """Read a part of a file, and drop it from the page cache. Raises OSError."""
     content = np.empty(size, np.uint8).data
     content = content[: read_into(file, start, content)].toreadonly()
     os.posix_fadvise(file, start, size, POSIX_FADV_DONTNEED)
@@ -201,8 +198,8 @@ def read_once(file: int, start: int, size: int) -> memoryview:
 
 
 def read_into(file: int, start: int, buffer: memoryview) -> int:
-    """Fill `buffer` from `start` on. Returns the number of bytes, fewer only at the file's end.
-    Raises OSError."""
+    """Returns the number of bytes read, fewer than `buffer` has only at the file's end. Raises
+    OSError."""
     done = 0
     while done < len(buffer):
         got = os.preadv(file, [buffer[done:]], start + done)

@@ -1,7 +1,5 @@
 """Reads a mount's files from order logs, and copies them to the logs of the next epoch.
 
-`LoggedReader` puts `OrderLogs` in front of another reader of a mount's prefetch worker.
-
 Concurrency: one thread calls. `writer.py` has a thread of its own, and `segments.py` reads ahead in
 others.
 """
@@ -27,16 +25,15 @@ from .streams import LogPlan, StreamLogs
 from .writer import LogWriter
 
 STAGED_BYTES = 64 << 20
-"""Bytes collected before a write. If they are more, one write has more neighbours of the next
-epoch."""
+"""Bytes collected before a write. With more, one write has more neighbours of the next epoch."""
 
 WORTHWHILE_FILE_BYTES = 32 << 10
 """If files are smaller on average, a log is worth its writes to a disk whose speed is unknown."""
 
 SAVED_AT_ONCE, LAST_SEGMENTS = 2, 8
 """Segments that a reader has passed are read whole if the next logs lack some of their entries: at
-most `SAVED_AT_ONCE` in one call, so that pushes go on; at the end of an epoch all that are left,
-unless these are more than `LAST_SEGMENTS`."""
+most `SAVED_AT_ONCE` in one call, so that pushes go on. At the end of an epoch all the rest are,
+unless they are more than `LAST_SEGMENTS`."""
 
 _GAP_BYTES = 64 << 10  # reading this many unwanted bytes costs less than one more read
 
@@ -51,8 +48,7 @@ class OrderLogs:
         segment_bytes: int = SEGMENT_BYTES,
         addresses: LogAddresses | None = None,
     ) -> None:
-        """`close` closes `files`. `staged_bytes` are collected before a write. `addresses`, if any,
-        shows the mount's server where entries lie."""
+        """`close` closes `files`. `addresses` shows the mount's server where entries lie."""
         self._snapshot = snapshot
         self._streams = StreamLogs(snapshot.identity, snapshot.version)
         self._set = LogSet(snapshot, addresses)
@@ -60,13 +56,10 @@ class OrderLogs:
             self._set, files, staged_bytes=staged_bytes, segment_bytes=segment_bytes
         )
         self._segments = SegmentReader(self._set, self._writer)
-        self._read_s = 0.0  # that all reads have taken together
-
-    # The plan
+        self._read_s = 0.0
 
     def set_plan(self, plans: Sequence[LogPlan]) -> None:
-        """Set the orders that the streams read in this epoch and the next one. In the background,
-        logs are made, taken over from other processes, rewritten and removed."""
+        """Logs are made, taken over, rewritten and removed in the background."""
         if plans == self._streams.plans:
             return
         self._save_last(plans)
@@ -84,12 +77,11 @@ class OrderLogs:
         self._writer.change(self._streams.wanted())
 
     def settle(self) -> None:
-        """Wait until the logs are made, and all contents are written."""
         self._writer.settle()
 
     def passed(self, name: str, position: int) -> None:
-        """Note that the reader of a stream has read all before this position of its current order:
-        release the segments before that, after they were read for the next logs if need be."""
+        """The reader of a stream has read all before this position of its current order. Release
+        the segments before it, after reading for the next logs what these lack."""
         self._writer.tidy()
         found = self._set.by_order.get(self._streams.current(name))
         if found is not None:
@@ -100,8 +92,8 @@ class OrderLogs:
             found.passed += saved
 
     def _save_last(self, plans: Sequence[LogPlan]) -> None:
-        """For each reader that goes on to its next epoch, save the rest of its log, unless too much
-        is left, as when an order was given up in its middle."""
+        """Save the rest of the logs of readers that go on to their next epoch. A rest that is too
+        large is left: the order was given up in its middle."""
         stays = {id(order) for each in plans for order in (each.current, each.following)}
         for each in self._streams.plans:
             found = self._log_of(each.current)
@@ -111,10 +103,10 @@ class OrderLogs:
                     self._save(found, left, LAST_SEGMENTS)
 
     def _save(self, found: Log, segments: Sequence[int], most: int) -> int:
-        """Read the segments of which the next logs lack entries, so that these get them: a reader
+        """Read the segments of which the next logs lack entries, so that these get them. A reader
         that outruns the mount passes segments that the mount has not read. Reads at most `most`
         segments. Returns how many of `segments`, from the first on, may be released."""
-        if self._set.is_paused or found.order in self._set.next:  # nothing to save
+        if self._set.is_paused or found.order in self._set.next:
             return len(segments)
         for at, segment in enumerate(segments):
             some = found.places_in(segment)
@@ -130,8 +122,6 @@ class OrderLogs:
                 self._set.pause("read", error)
                 break
         return len(segments)
-
-    # Reading
 
     def read(self, entries: Entries) -> tuple[list[ExtentBatch], Entries]:
         """The checked contents of the files that logs have, and the other files. The contents stay
@@ -189,14 +179,11 @@ class OrderLogs:
         return self._set.missing(entries)
 
     def lacking(self, entries: Entries) -> Entries:
-        """The files among these that a next log should have and lacks."""
         return entries[self._writer.lacking(entries)]
 
     def _read_from(
         self, found: Log, entries: Entries, places: Places
     ) -> tuple[list[ExtentBatch], Mask]:
-        """Returns the contents at these places that were right, and for each entry whether it is
-        among them."""
         order = np.argsort(places)
         places, entries = places[order], entries[order]
         try:
@@ -239,7 +226,6 @@ class OrderLogs:
         return contents
 
     def _deliver(self, found: Log, places: Places) -> None:
-        """Note that entries were read, and release the segments that are read to the end."""
         if found.order in self._set.next:  # the next epoch reads them again
             return
         found.is_delivered[places] = True
@@ -261,13 +247,11 @@ class OrderLogs:
             self._writer.stage(entries[some], contents)
 
     def flush(self) -> None:
-        """Begin to write the staged contents, even if they are few. Does not wait."""
+        """Begin to write the staged contents, even if they are few."""
         self._writer.flush_if_idle()
 
-    # The logs as a whole
-
     def stats(self) -> dict[str, int]:
-        """Counts since the start, and the sizes of the logs, in bytes."""
+        """Counts since the start; sizes in bytes."""
         files = [each.file for each in [*self._set.by_order.values()]]
         next_entries = (np.count_nonzero(each.is_written) for each in self._set.next_logs())
         return {
@@ -278,15 +262,14 @@ class OrderLogs:
         }
 
     def close(self) -> None:
-        """Write the staged contents, and close the files, which stay for the next mount."""
+        """Write the staged contents; the files stay for the next mount."""
         self._segments.close()
         self._writer.close()
 
 
 def is_log_worthwhile(snapshot: Snapshot, memory_bytes: int, file_bytes_max: int) -> bool:
-    """Whether order logs are worth their writes, once the orders are known (`ORDER_LOG.md`).
-    `memory_bytes` is the mount's memory for contents. From a mean size of `file_bytes_max` on,
-    reads of single files are as fast on that disk."""
+    """Whether order logs are worth their writes, once the orders are known (`ORDER_LOG.md`). From a
+    mean size of `file_bytes_max` on, reads of single files are as fast on that disk."""
     sizes = snapshot.columns.size
     total_bytes, files = int(sizes.sum(dtype=np.int64)), int(np.count_nonzero(sizes))
     return total_bytes > memory_bytes and total_bytes < file_bytes_max * files
@@ -296,7 +279,6 @@ class LoggedReader:
     """Reads files from order logs, and from another reader the files that the logs do not have."""
 
     def __init__(self, reader: BatchSource, logs: OrderLogs) -> None:
-        """`close` closes `reader` and `logs`."""
         self._reader, self._logs = reader, logs
         # The entries that no log has, of each announced unit (by its entries, as bytes)
         self._rests: dict[bytes, Entries] = {}
@@ -341,6 +323,5 @@ class LoggedReader:
         return {**self._reader.stats(), **self._logs.stats()}
 
     def close(self) -> None:
-        """Stop reading ahead, and close the reader and the logs."""
         self._reader.close()
         self._logs.close()

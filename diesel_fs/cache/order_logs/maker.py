@@ -1,7 +1,5 @@
-"""Opens and makes the files of order logs, in the thread of `writer.py`.
-
-A log of an order that a stream reads, or will read next, is found by the name of its file. For logs
-of other orders, which are unknown, the headers of their segments list the entries.
+"""Opens and makes the files of order logs, in the thread of `writer.py`. ¶ The name of a log's file
+tells its order. If no stream reads that order, the headers of the segments list the entries.
 """
 
 import contextlib
@@ -32,12 +30,11 @@ from .log_set import Log, LogSet, read_into
 
 _NO_LIMIT = 1 << 62
 _TAKES_NOTHING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-_EXTRA_BYTES = 16  # of an entry beside its content, at most: padding, and its part of the header
+_EXTRA_BYTES = 16  # at most, beside the content: padding, and a part of the header
 
 
 class LogMaker:
-    """Opens and makes logs for a set. The methods raise OSError, and return None for a log that
-    another mount uses."""
+    """The methods raise OSError, and return None for a log that another mount uses."""
 
     def __init__(
         self, logs: LogSet, files: OrderLogFiles, *, reserved_bytes: int, segment_bytes: int
@@ -107,7 +104,7 @@ class LogMaker:
             if log is None or 2 * np.count_nonzero(is_wanted[log.layout.entries]) < len(
                 log.layout.entries
             ):
-                os.close(file)  # it is removed when its room is needed
+                os.close(file)
             else:
                 found.append(log)
         return found
@@ -153,8 +150,7 @@ class LogMaker:
     def _with_headers(
         self, digest: int, identity: LogIdentity, cut: LogCut, file: int, share: float | None
     ) -> Log:
-        """The log in a file, whose segments lie as in `cut`. Those with a right header count as
-        present."""
+        """The segments lie as in `cut`. Those with a right header count as present."""
         try:
             self._check_punching(file)
             headers = self._read_headers(file, cut, identity)
@@ -203,8 +199,8 @@ class LogMaker:
         return found
 
     def _of_headers(self, name: str, file: int) -> Log | None:
-        """The log in a file of this name, whose order is unknown, up to the first segment without a
-        sound header; None if there is no segment, or if the log is of another version."""
+        """The log is read up to the first segment without a sound header. Returns None if there is
+        no segment, or if the log is of another version."""
         try:
             sizes, headers, starts = self._set.snapshot.columns.size, list[SegmentHeader](), [0]
             with contextlib.suppress(FormatError, OSError):  # ENXIO: the end of the file
@@ -236,7 +232,6 @@ class LogMaker:
         return parse_any_header(_read(file, start, size))
 
     def _fits(self, header: SegmentHeader, before: Sequence[SegmentHeader]) -> bool:
-        """Whether a header is one of the current version, and continues its log."""
         entries, is_logged = header.entries, self._set.is_logged
         return (
             header.log == self._identity(header.log.order)

@@ -17,7 +17,7 @@ from .log_set import Log, LogSet, read_once
 from .writer import LogWriter
 
 SEGMENTS_HELD, SEGMENTS_AHEAD = 2, 2
-"""The most segments for each stream that stay in memory, and that are being read ahead."""
+"""The most segments for each stream: in memory, and being read ahead."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,14 +31,14 @@ class _Segment:
 class SegmentReader:
     def __init__(self, logs: LogSet, writer: LogWriter) -> None:
         self._set, self._writer = logs, writer
-        # Segments that are being read ahead, and the places of their contents
+        # Being read ahead, with the places of their contents
         self._reading: OrderedDict[tuple[int, int], tuple[Future[memoryview], Places]]
         self._reading = OrderedDict()
         self._segments: OrderedDict[tuple[int, int], _Segment] = OrderedDict()
         self._readers = ThreadPoolExecutor(SEGMENTS_AHEAD, "order-log-read")
 
     def clear(self) -> None:
-        """Forget all segments, so that `load` stages their entries again, for other logs."""
+        """Forget all segments, so that `load` stages their entries again, for new logs."""
         self._segments.clear()
         self._reading.clear()
 
@@ -50,7 +50,7 @@ class SegmentReader:
         room for all."""
         for number in numbers:
             if len(self._reading) >= SEGMENTS_AHEAD * len(self._set.current_orders):
-                # A segment may have been read needlessly, as the mount had all its files already
+                # The mount may have had all files of a segment already
                 digest, oldest = next(iter(self._reading))
                 if digest != found.order or oldest >= number - SEGMENTS_AHEAD:
                     return False
@@ -105,12 +105,11 @@ class SegmentReader:
         return segment
 
     def _begin(self, found: Log, number: int) -> None:
-        """Begin to read a segment, unless it is in memory or being read."""
         key = found.order, number
         if key not in self._segments and key not in self._reading:
             start, end = int(found.layout.start[number]), int(found.layout.end[number])
             first, behind = int(found.layout.first[number]), int(found.layout.first[number + 1])
-            # The places that are there before the read begins: more may come meanwhile
+            # More contents may come after the read begins
             places = np.flatnonzero(found.is_present[first:behind]) + first
             reading = self._readers.submit(read_once, found.file, start, end - start)
             self._reading[key] = reading, places

@@ -3,8 +3,8 @@ Pure.
 
 A *stream* is a reader with an order of its own, for example one rank of a training job. It reads
 the log of its order if there is one. If its next order is unknown, the files of this epoch are
-logged in this epoch's own order. When the next order becomes known, and the one after it, that log
-is rewritten; until then the stream reads it entry by entry.
+logged in this epoch's own order. When that order becomes known, the log is rewritten for it; until
+then the stream reads the log entry by entry.
 """
 
 from collections.abc import Collection, Sequence
@@ -48,7 +48,6 @@ class WantedLogs:
     unforeseen: frozenset[int]
     """Orders that are being read. A missing log of one may be made of other logs."""
     arrivals: Entries
-    """The order in which contents will come."""
 
 
 class StreamLogs:
@@ -58,14 +57,13 @@ class StreamLogs:
         self._identity, self._version = identity, version
         self.plans: list[LogPlan] = []
         self.orders: dict[int, Entries] = {}
-        """As in `WantedLogs`."""
         self.sources: dict[str, int] = {}
         """The log that each stream reads from, by the stream's name."""
         self.following: dict[str, int] = {}
-        """The log that is written for the next epoch of each stream."""
+        """The log that is written for the stream's next epoch."""
         self._current: dict[str, int] = {}  # the digest of the order that each stream reads
         self._announced: dict[str, int | None] = {}  # that of its next epoch's order
-        # Arrays of orders, and their digests, by the array's id. Keeping the array keeps its id
+        # Keeping an array keeps its id
         self._digests: dict[int, tuple[Entries, int]] = {}
 
     def set_plans(self, plans: Sequence[LogPlan], existing: Collection[int]) -> list[str]:
@@ -83,9 +81,9 @@ class StreamLogs:
         sources, following = dict[str, int](), dict[str, int]()
         surprised = []
         for each in plans:
-            # The stream's files lie in the log of its order, or, if that order was not foreseen, in
-            # the log that was written while the stream read the epoch before. If the next order is
-            # known, that log is rewritten for this order
+            # If the order was not foreseen, the stream's files lie in the log that was written
+            # while it read the epoch before. If the next order is known, that log is rewritten for
+            # this order
             written, announced = self.following.get(each.name), self._announced.get(each.name)
             before = self.sources.get(each.name, written)
             if (current := self.digest(each.current)) is not None:
@@ -130,8 +128,7 @@ class StreamLogs:
         return None if order is None or found is None else found[1]
 
     def _arrivals(self) -> Entries:
-        """All orders that are being read, merged as if all streams were always through with the
-        same part."""
+        """Merged as if all streams were always through with the same part of their orders."""
         orders = [each.current for each in self.plans if each.current is not None]
         if len(orders) < 2:
             return orders[0] if orders else NO_ENTRIES

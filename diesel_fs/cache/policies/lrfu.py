@@ -1,9 +1,8 @@
-"""Decides which chunks (the paper's *blocks*) leave a full cache that several datasets share: LRFU,
-as DLCache uses it (section III-C.2), without its costs. Pure.
+"""LRFU decides which chunks (the paper's *blocks*) leave a full cache that several datasets share,
+as in DLCache (section III-C.2), but without its costs. Pure.
 
-A *reference* is the start of a job that reads a dataset: training reads all of a dataset, so one
-reference counts for each of its blocks. The *CRF* of a block (combined recency and frequency) at
-the time t is the sum of F(t - t_i) over its references at the times t_i, with:
+A *reference* is the start of a job that reads a dataset: it counts once for each of the dataset's
+blocks.
 
     F(x) = (1 / p) ** (step * x)
 

@@ -2,7 +2,7 @@
 
 If several threads miss one chunk, one of them loads it and the others wait. Chunks may also be
 loaded ahead, in other threads; a load that a reader waits for is never queued behind these. When
-the budget is full, the least recently used chunk is evicted; but if the cache follows an order
+the budget is full, the least recently used chunk is evicted. If the cache follows an order
 (`OrderPrefetch`), a chunk is dropped when the reader has finished with it.
 
 A chunk may be *pinned*: it lies in memory that the object store shares with other processes (the
@@ -48,13 +48,13 @@ class LoadedChunk:
     """
 
     buffer: memoryview
-    is_pinned: bool = False  # in memory that the store shares with other processes
-    is_checked: bool = False  # all entries have been checked
+    is_pinned: bool = False
+    is_checked: bool = False
     view: memoryview = field(init=False)
     checked: set[int] = field(default_factory=set)
     decoded: dict[int, memoryview] = field(default_factory=dict)
     charged: int = 0  # bytes that the chunk counts in the budget while it is in the cache
-    is_counted: bool = False  # whether the chunk is in the cache now
+    is_counted: bool = False
 
     def __post_init__(self) -> None:
         self.view = self.buffer.toreadonly()
@@ -99,7 +99,6 @@ class ChunkCache:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that count in the budget now."""
         return self._held_bytes
 
     def peek(self, number: int) -> LoadedChunk | None:
@@ -123,7 +122,7 @@ class ChunkCache:
             return chunk
         with self._lock:
             chunk = self._chunks.get(number)
-            if chunk is not None:  # its load has ended since the peek
+            if chunk is not None:
                 return chunk
             flight = self._flights.get(number)
             if flight is None:
@@ -136,7 +135,7 @@ class ChunkCache:
             return flight.result()
 
     def prefetch(self, number: int) -> None:
-        """Load a chunk in the background, unless it is here or in flight."""
+        """Load a chunk in the background."""
         with self._lock:
             self._begin(number)
 
@@ -161,7 +160,7 @@ class ChunkCache:
                 self._drop(number)
 
     def advance(self, followed: OrderPrefetch, visit: int, index: int) -> None:
-        """A reader of the order is at an entry. No effect if the cache follows another order."""
+        """A reader of the order is at an entry. No effect if another order is followed."""
         with self._lock:
             if followed is self._order:
                 self._apply(*followed.advance(visit, index, self.budget_bytes))
@@ -169,7 +168,7 @@ class ChunkCache:
     def mark_read(
         self, followed: OrderPrefetch, visit: int, entries: npt.NDArray[np.int64]
     ) -> None:
-        """A reader of the order has read entries. No effect if the cache follows another order."""
+        """A reader of the order has read entries. No effect if another order is followed."""
         with self._lock:
             if followed is self._order:
                 self._apply(*followed.mark_read(visit, entries, self.budget_bytes))

@@ -58,8 +58,7 @@ class ColumnReader:
         self._check = check
 
     def contents(self, wanted: Column, bytes_max: int) -> Iterator[list[memoryview]]:
-        """One list for each request, of at most `bytes_max` stored bytes. One request is under way
-        ahead."""
+        """One list for each request, of at most `bytes_max` stored bytes."""
         batches = self._batches(wanted, bytes_max)
         following = next(batches, None)
         while following is not None:
@@ -101,7 +100,7 @@ class ColumnReader:
         wrong: list[int] = []
         fetched = 0
         try:
-            for group in reading:  # a group is checked while the next ones are on their way
+            for group in reading:  # the next groups are on their way meanwhile
                 contents = group.contents
                 if not group.is_checked:
                     fetched += sum(map(len, contents))
@@ -127,9 +126,8 @@ class ColumnReader:
     def _mended_batch(
         self, rows: Column, places: Column | None, stored: list[memoryview], wrong: list[int]
     ) -> list[memoryview]:
-        """The contents of a batch with files that are damaged or not plain. `stored` has the stored
-        bytes of the files at `places` (None: of all); those at the positions `wrong` are
-        damaged."""
+        """Some files of the batch are damaged or not plain. `stored` has the stored bytes of the
+        files at `places` (None: of all); those at the positions `wrong` are damaged."""
         at = np.arange(len(rows)) if places is None else places
         flags = self._snapshot.columns.flags[rows[at]]
         is_packed = flags & layout.EXTENT_BITS != layout.PLAIN_FILE
@@ -137,7 +135,7 @@ class ColumnReader:
         found: dict[int, memoryview] = {}
         for number, (place, content) in enumerate(zip(at.tolist(), stored, strict=True)):
             found[place] = content
-            if number in to_decode:  # it is compressed, or damaged
+            if number in to_decode:
                 index = int(rows[place])
                 [extent] = self._snapshot.extents(index)
                 found[place] = self._check(index, extent, content)

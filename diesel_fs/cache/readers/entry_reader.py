@@ -1,8 +1,8 @@
 """Reads the contents of a dataset's files, checked, for the Python API and a mount's server.
 
-For each miss, `EntryReader` decides whether to read the whole chunk (some 4 MiB) or only the entry.
-It keeps whole chunks in memory (`chunk_cache.py`). An entry is checked before it is first returned;
-after a mismatch it is read once more, past all caches (`fetching/chunk_source.py`).
+For each miss, `EntryReader` decides whether to read the whole chunk (some 4 MiB), which it then
+keeps in memory (`chunk_cache.py`), or only the entry. An entry is checked before it is first
+returned; after a mismatch it is read once more, past all caches (`fetching/chunk_source.py`).
 
 Thread-safe. After a fork the child may go on reading.
 """
@@ -39,7 +39,7 @@ CHECKED_AT_ONCE_BYTES = 256 << 10
 to 0.2 ms; handing the read to a thread costs 0.3 ms."""
 
 _PREFETCH_CHUNKS = 16  # loads that are begun ahead of a reader
-_READ_ON_BYTES = 16 << 20  # loaded ahead of a reader that reads a large file sequentially
+_READ_ON_BYTES = 16 << 20
 _LARGE_FILES_MAX = 1024  # files in `_next_extents`, which is then cleared
 _EMPTY = memoryview(b"")
 
@@ -68,7 +68,7 @@ class EntryReader:
         self._windows = WindowPlanner(snapshot, self._cache, self._is_pinned)
         self._prefers_entries = prefer_entries and not self._everything_fits
         self._ahead_chunks = 1
-        self._passed = -1  # the chunk that `_note_passed` drops next
+        self._passed = -1
         self._counts: Counter[str] = Counter()
         self._source = ChunkSource(snapshot, objects, self._counts)
         self._chunks = self._reads.chunk_reader(snapshot.identity, snapshot.version)
@@ -84,10 +84,10 @@ class EntryReader:
             smallest = int(snapshot.chunk_sizes.min(initial=1 << 31))
             self._single_bytes_max = smallest // WHOLE_CHUNK_FRACTION
         self._last_miss = (-1, -1)  # chunk and end of the entry: shows sequential reads
-        # Chunk, offset and content of the last entry that was read alone
+        # The last entry that was read alone
         self._single: tuple[int, int, memoryview] = (-1, -1, _EMPTY)
         self._single_lock = threading.Lock()
-        self._next_extents: dict[int, int] = {}  # by file: where a sequential reader goes on
+        self._next_extents: dict[int, int] = {}  # where a sequential reader goes on
 
     @property
     def _everything_fits(self) -> bool:
@@ -104,7 +104,7 @@ class EntryReader:
         end = total if size is None else min(offset + size, total)
         if offset >= end:
             return _EMPTY
-        followed, visit = self._cache.order, -1  # see `order_prefetch.py`
+        followed, visit = self._cache.order, -1
         if followed is not None and (visit := followed.visit_of(index)) >= 0:
             self._cache.advance(followed, visit, index)
         pieces = []
@@ -118,8 +118,8 @@ class EntryReader:
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def read_plain(self, index: int, plain: PlainExtent) -> Bytes:
-        """As `read`, for a file that is one plain extent (uncompressed, in one chunk), but with
-        little work for a small file that a task's cache has in memory."""
+        """As `read`, with little work for a small file that a task's cache has in memory. The file
+        is one plain extent (uncompressed, in one chunk)."""
         chunk, start, size, checksum = plain
         chunks = self._chunks
         if chunks is None or size >= self._single_bytes_max or self._last_miss == (chunk, start):
@@ -181,8 +181,7 @@ class EntryReader:
             yield from self._read_window(window)
 
     def _contents_here(self, wanted: Column) -> list[memoryview] | None:
-        """The contents, if all these files were checked before and have their chunks in memory.
-        Does hardly any work for each file."""
+        """The contents, if all these files were checked before and have their chunks in memory."""
         columns = self.snapshot.columns
         stored = columns.stored.take(wanted)
         kinds = columns.flags.take(wanted) & EXTENT_BITS
@@ -193,7 +192,7 @@ class EntryReader:
         ends = (offsets + stored).tolist()
         chunks: dict[int, LoadedChunk] = {}
         for number in set(numbers):
-            chunk = self._cache.loaded(number)  # nothing is evicted, since everything fits
+            chunk = self._cache.loaded(number)
             if chunk is None:
                 return None
             chunks[number] = chunk
@@ -210,8 +209,8 @@ class EntryReader:
         `ends` has the position behind each group.
 
         Reads in this order then load each chunk once for a group; other reads go on as before. If
-        the whole dataset fits the memory, nothing changes. Raises UsageError if the chunks of one
-        group do not fit; with `grow`, the memory grows to the size of two groups.
+        the dataset fits the memory, nothing changes. Raises UsageError if the chunks of one group
+        do not fit; with `grow`, the memory grows to the size of two groups.
         """
         if self._everything_fits:
             return
@@ -231,7 +230,7 @@ class EntryReader:
             self._cache.set_order(followed)
 
     def stats(self) -> dict[str, int]:
-        """Counts since the reader was made, and the memory that it holds and may hold."""
+        """Counts since the reader was made, and its memory."""
         counts = {shown_as: self._counts[name] for name, shown_as in _COUNTS.items()}
         counts["memory_bytes"] = self._cache.held_bytes
         counts["memory_budget_bytes"] = self._cache.budget_bytes
@@ -258,7 +257,7 @@ class EntryReader:
         if in_batches:
             rows = np.array(list(single), np.int64)
             singles = chain.from_iterable(self._column_contents(rows))
-        # A followed order loads ahead by itself, and pinned chunks need no load.
+        # A followed order loads ahead by itself, and pinned chunks need no load
         ahead = (each for each in (whole if followed is None else ()) if not self._is_pinned(each))
         for number in islice(ahead, _PREFETCH_CHUNKS):
             self._cache.prefetch(number)
@@ -336,20 +335,19 @@ class EntryReader:
         content = self._check(
             index, extent, self._source.read(extent.chunk, extent.offset, extent.stored), None
         )
-        with self._single_lock:  # kept, since a reader returns for the rest of a large entry
+        with self._single_lock:  # a reader returns for the rest of a large entry
             self._single = (extent.chunk, extent.offset, content)
         return content
 
     def _read_ahead(self, number: int) -> None:
-        """Load the next chunks as well, twice as many after each miss."""
+        """Load twice as many further chunks after each miss."""
         sizes = self.snapshot.chunk_sizes
         self._ahead_chunks = ahead = min(2 * self._ahead_chunks, _PREFETCH_CHUNKS, len(sizes))
         following = ((number + step) % len(sizes) for step in range(1, ahead + 1))
         self._cache.prefetch_what_fits({each: int(sizes[each]) for each in following})
 
     def _read_on(self, index: int, extent: Extent) -> None:
-        """If a file of several extents is read sequentially, load the chunks of its next extents
-        ahead."""
+        """If a file of several extents is read sequentially, load its next chunks ahead."""
         end = extent.start + extent.size
         expected = self._next_extents.pop(index, 0)
         if end == self.snapshot.size(index) or self._cache.order is not None:
@@ -388,7 +386,7 @@ class EntryReader:
         try:
             content = _decoded(raw, extent)
         except CorruptError:
-            return None  # the entry must be read again, which takes long
+            return None  # reading again takes long
         self._keep(extent, content, chunk)
         return content
 
@@ -402,14 +400,14 @@ class EntryReader:
         try:
             content = _decoded(room.toreadonly(), extent)
         except CorruptError:
-            return None  # it must be read again, which takes long
+            return None  # reading again takes long
         self._counts["reads_on_the_spot"] += 1
         self._counts["fetched_bytes"] += extent.stored
         return content
 
     def _worth_whole(self, index: int, extent: Extent) -> bool:
-        """Whether a miss should load the whole chunk. For a file of the followed order, the order
-        decides. Another entry that begins at the end of the last miss shows a sequential reader."""
+        """For a file of the followed order, the order decides. Another entry that begins at the end
+        of the last miss shows a sequential reader."""
         followed = self._cache.order
         if followed is not None and followed.holds(index):
             visit = followed.visit_of(index)
@@ -427,8 +425,8 @@ class EntryReader:
     def _check(
         self, index: int, extent: Extent, raw: memoryview, chunk: LoadedChunk | None
     ) -> memoryview:
-        """Check and decode the stored bytes `raw` of an extent. After a mismatch they are read
-        again, once. `chunk`: the chunk in memory that `raw` is part of."""
+        """After a mismatch the bytes are read again, once. `chunk`: the chunk in memory that `raw`
+        is part of."""
         try:
             content = _decoded(raw, extent)
         except CorruptError:
@@ -466,7 +464,7 @@ class EntryReader:
         self._counts["fetched_bytes"] += size
         try:
             self._check_preamble(number, view)
-        except ForeignError:  # another chunk, or damaged on its way: read it past all caches
+        except ForeignError:  # another chunk, or damaged on its way
             self._reads.read_uncached(self._source.name(number), 0, view[:PREAMBLE_BYTES])
             self._check_preamble(number, view)
         self._single_bytes_max = 0  # the next file may be in this chunk
@@ -482,11 +480,11 @@ class EntryReader:
         except ForeignError:
             raise
         except CorruptError:
-            self._counts["damaged_preambles"] += 1  # the entries have their own checksums
+            self._counts["damaged_preambles"] += 1  # the entries have checksums
 
 
 def _decoded(stored: memoryview, extent: Extent) -> memoryview:
-    """Reports its time to the observer of waits. Raises CorruptError."""
+    """Raises CorruptError."""
     observer = current_observer()
     if observer is None:
         return decode(stored, extent.codec, extent.size, extent.checksum)

@@ -1,9 +1,9 @@
 """Answers read requests to a server: many parts of chunks, from few reads of the store.
 
-Parts that lie near each other are merged into one read, a *run* (`fetching/coalesce.py`). Parts
-that several requests want at the same moment are read once (`fetching/flights.py`). Chunks that the
-server's cache tier (`tiers.py`) has are read from there. The reader also bounds the memory that
-answers take until they have been sent.
+Near parts are merged into one read, a *run* (`fetching/coalesce.py`). Parts that several requests
+want at the same moment are read once (`fetching/flights.py`), and chunks of the server's cache tier
+(`tiers.py`) are read from there. The reader also bounds the memory that answers take until they
+have been sent.
 
 Bytes go out as they lie in the chunks: the client checks each entry against its checksum, and
 repeats the request with `fresh` after a mismatch. Safe from any thread.
@@ -73,7 +73,6 @@ class _Answer:
         return self.room[start : start + size]
 
     def copy(self, parts: Sequence[ChunkPart], content: memoryview, content_start: int) -> None:
-        """Copy parts out of the bytes of their chunk that begin at `content_start`."""
         for start, size, place in parts:
             start -= content_start
             self.at(place, size)[:] = content[start : start + size]
@@ -116,12 +115,11 @@ class RangeReader:
         self._threads = ThreadPoolExecutor(store_reads_max, "read")
 
     def read(self, identity: UUID, parts: ChunkRanges, *, fresh: bool = False) -> list[memoryview]:
-        """The bytes of the parts in their order, in few pieces. The caller has checked the number
-        and sizes of the parts. The pieces count in the memory for answers until the last of them is
-        freed.
+        """The caller has checked the number and sizes of the parts. The pieces count in the memory
+        for answers until the last of them is freed.
 
-        `fresh`: read from the store itself, since earlier bytes were damaged. Raises BusyError if
-        memory is short, DeadlineError, and as `read_into` of a store.
+        `fresh`: bypass the tier, since earlier bytes were damaged. Raises BusyError if memory is
+        short, DeadlineError, and as `read_into` of a store.
         """
         sizes: list[int] = parts["size"].tolist()
         total = sum(sizes)
@@ -202,8 +200,8 @@ class RangeReader:
         *,
         fresh: bool,
     ) -> BaseException | None:
-        """Returns the first error, or None, and only when all reads have ended, since they write
-        into the answer."""
+        """Returns the first error, or None, only when all reads have ended, since they write into
+        the answer."""
         begun: set[Future[None]] = set()
         error: BaseException | None = None
         for key, run in runs:
@@ -276,8 +274,7 @@ class RangeReader:
     def _fill(
         self, run: MergedRange, answer: _Answer, read: Callable[[int, memoryview], None]
     ) -> memoryview:
-        """Returns all bytes of the run. If the run's first part is the whole run, the bytes are
-        read straight into the answer."""
+        """If the run's first part is the whole run, the bytes are read straight into the answer."""
         _, size, place = run.parts[0]
         if size == run.end - run.start:
             content = answer.at(place, size)

@@ -401,11 +401,13 @@ class EntryOrder:
 
     def index_of_all(self, count: int) -> Indices:
         """As `index_of`, of all `count` previous entries."""
-        steps = np.bincount(self.places, minlength=count + 1)[:count]
-        index = np.arange(count) + np.cumsum(steps)
-        removed = np.zeros(count, np.int64)
-        removed[self.removed[self.removed + 1 < count] + 1] = 1
-        index -= np.cumsum(removed)
+        at = np.concatenate([self.places, self.removed + 1])  # where the shift changes
+        steps = np.ones(len(at), np.int64)
+        steps[len(self.places) :] = -1
+        order = np.argsort(at, kind="stable")
+        shifts = np.concatenate([[0], np.cumsum(steps[order])])
+        bounds = np.concatenate([[0], np.minimum(at[order], count), [count]])
+        index: Indices = np.arange(count) + np.repeat(shifts, np.diff(bounds))
         return index
 
 
@@ -690,6 +692,10 @@ class _Assembly:
         data = _Data(**{name: np.zeros(len(source), dtype) for name, dtype in dtypes})
         for start in range(0, len(source), _BLOCK):
             at = source[start : start + _BLOCK]
+            if at[-1] - at[0] == len(at) - 1 and (at < self.old_count).all():  # nothing changed
+                for name, column in data._asdict().items():
+                    column[start : start + len(at)] = getattr(self.old, name)[at[0] : at[-1] + 1]
+                continue
             is_row = (at >= self.plan.first_row) & (at < self.plan.implicit)
             visible = at < self.old_count
             hidden = (at >= self.old_count) & (at < self.plan.first_row)

@@ -47,7 +47,6 @@ class MountEnd:
         self.device = found.device if found else ""
         """The device number of the connection; empty if the mount has ended already."""
         self.is_ready = False
-        """Whether the mount was reported as ready."""
         self._mountpoint = mountpoint
         self._session = session
         self._vfs = vfs

@@ -10,20 +10,17 @@ without pushing.
 
 Rules of concurrency:
 
-- One thread runs the loop. It alone uses the planner, the page cache and the link. It handles a
-  message as a whole, and carries a decision out and reports the result before it asks for the next
-  decision.
+- One thread runs the loop. It alone uses the planner, the page cache and the link.
 - In one turn the loop reads all messages and opens, then does one piece of work, usually one
   decision. After a switch to another version, it first notifies the kernel of changed names and
-  contents (`versions/invalidation.py`), and pushes nothing. Then it takes over pages of the version
-  before, with one decision between two pieces if readers follow a plan.
+  contents, and pushes nothing. Then it takes over pages of the version before, with one decision
+  between two pieces if readers follow a plan.
 - A push from a slow store waits for its contents in the thread "contents". Meanwhile the loop's
   thread answers requests of the control socket, which may overtake misses and forgotten files. So
   changes of plans, and opens, may come between a decision and its report. Everything else waits for
   the end of the push (`_later`): a switch never happens during a decision.
-- Other threads read the store ahead (`cache/readers/coalescing_reader.py`), write order logs and
-  send plans to the task's master. A process of its own drops pages, in the order of the calls
-  (`prefetch/pages/advice_process.py`). None of them uses the planner.
+- Other threads read the store ahead, write order logs and send plans to the task's master. A
+  process of its own drops pages. None of them uses the planner.
 """
 
 import gc
@@ -79,18 +76,16 @@ STATS_INTERVAL_S = 0.25
 """The least time between two reports to the server."""
 
 IDLE_S_MAX = 5.0
-"""The loop's longest wait."""
 
 UNITS_AHEAD = 16
 """Pushes that are fetched ahead if the store is slow: 4 MiB each, as far as memory allows."""
 
 MISSES_MAX = 512
-"""If a message has more misses (READs that reached the mount), an even sample of them is used. Each
-is looked up in every stream, and a flood of misses must not delay planned pushes."""
+"""If a message has more misses, an even sample of them is used. Each is looked up in every stream,
+and a flood of misses must not delay planned pushes."""
 
 UNITS_SOON = 12
-"""How many of each stream's next units (files of one push) are marked: the server holds READs of
-their files."""
+"""How many of each stream's next units are marked: the server holds READs of their files."""
 
 ANSWER_S = 0.2
 """The time between two looks for requests while a push waits for its contents."""
@@ -104,7 +99,7 @@ after this time, or a tenth of the time in which a reader comes to the end of th
 at ten opens costs hardly more than at one."""
 
 BEGIN_DEADLINE_S = 10.0
-"""How long to wait for the first message, which comes right after the descriptors."""
+"""How long to wait for the first message."""
 
 
 def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket.socket) -> int:
@@ -264,7 +259,7 @@ class PrefetchWorker:
                 wait_s = self._invalidate_some()
             elif self._taken_over is not None:
                 if self._planner.views.has_streams:
-                    self._act(now_s)  # readers of a plan do not wait
+                    self._act(now_s)
                 wait_s = 0.0
                 if self._taken_over.some():
                     self._stats_changed = True
@@ -337,7 +332,7 @@ class PrefetchWorker:
         old_content = self._content
         if old_content is not None:  # the new version may have another content file
             self._content = ContentTarget.open(files.pop(), _int_field(message, "content_node"))
-        for descriptor in files:  # all are mapped
+        for descriptor in files:
             os.close(descriptor)
         self._server.watch_no_more(old_page_cache.opens.descriptor)
         old_page_cache.retire()
@@ -375,7 +370,6 @@ class PrefetchWorker:
             taken_over.close()
 
     def _invalidate_some(self) -> float:
-        """Returns the seconds to wait after it."""
         try:
             next(self._invalidations[0])
         except StopIteration:
@@ -500,7 +494,6 @@ class PrefetchWorker:
             yield batch
 
     def _answer_requests(self) -> None:
-        """All messages but requests of the control socket wait for the end of the push."""
         for message in self._server.messages(0.0):
             is_next = all(each.get("do") in REPORTS for each in self._later)
             if is_next and message.get("do") in REQUESTS:

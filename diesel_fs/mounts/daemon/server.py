@@ -60,11 +60,10 @@ from .session_choice import ServedMount, SessionChoice
 log = logging.getLogger("diesel.mount")
 
 LEASE_DEADLINE_S = 2.0
-"""How long a mount waits for its lease before it is ready. The lease keeps a purge from removing
-the version's chunks; a purge also has a period of grace."""
+"""The lease keeps a purge from removing the version's chunks; a purge also has a period of
+grace."""
 
 WORKER_HELLO_DEADLINE_S = 2.0
-"""How long a mount waits for the worker's first message before it is ready."""
 
 BEAT_S = 1.0
 """The interval of heartbeats to the supervisor."""
@@ -76,7 +75,6 @@ RELEASE_S = 0.3
 """How long the process waits at its end for its readers: a read may wait for a dead store."""
 
 READY = b"ready"
-"""The line to the supervisor when the mount is ready."""
 
 CONNECTED = b"connected "
 """Begins the line with the device number of a connection that has no mount yet."""
@@ -329,7 +327,7 @@ class _Server:
         """Stops everything that keeps the mount busy, or would send something to the kernel."""
         if self._mount.watcher is not None:
             self._mount.watcher.stop()
-        self._link.send({"do": "end"})  # the worker keeps the mount busy, too
+        self._link.send({"do": "end"})
 
     def _close(self) -> None:
         self._mount.session.close()

@@ -19,7 +19,6 @@ killed, the kernel kills the worker and signals the server, which then aborts th
 Concurrency: one thread, one loop over poll(2), no locks. With `--metrics` another thread serves
 the metrics; it starts after both forks, and shares no state with the loop.
 
-- The loop handles each event completely before the next poll, so the methods never interleave.
 - Server, worker and kernel run on meanwhile, so a fact may be outdated when it is used. Two facts
   are safe: a child's process ID stays its own until `waitpid`, which only this loop calls; and the
   open abort file belongs to this connection even if its device number is used again.
@@ -62,12 +61,10 @@ WATCHDOG_S = 20.0
 time it is stopped or broken, or the machine has no memory left."""
 
 LARGE_BYTES = 4 << 20
-"""Pieces of memory of at least this size return to the kernel when they are freed. Columns of
-datasets with a million entries are larger. By default glibc keeps freed pieces of up to 32 MiB: 24
-MB after reading the snapshot of 1.28 million entries."""
+"""Pieces of memory of at least this size return to the kernel when they are freed. By default glibc
+keeps freed pieces of up to 32 MiB: 24 MB after reading the snapshot of 1.28 million entries."""
 
 CHECK_INTERVAL_S = 0.5
-"""The longest time between two checks of the children."""
 
 STUCK_S = 0.45
 """If a killed process has not ended after this time, the connection is aborted: the process may
@@ -93,7 +90,7 @@ def main(
 
     In the background it reports on stdout, one JSON object a line: first its process ID, then its
     steps and warnings, and at last that it is ready or why it failed. The mount point is an
-    argument only so that `ps` shows it. Tests pass another `source`, and other times.
+    argument only so that `ps` shows it.
     """
     open_buckets_directly()
     syscalls.map_large_allocations(LARGE_BYTES)
@@ -315,7 +312,6 @@ class _Supervisor:
             os.kill(self._server, signal.SIGKILL)  # `_end` does without an abort
 
     def _end(self) -> int:
-        """Returns the mount's exit code."""
         _, status = os.waitpid(self._server, 0)
         code = os.waitstatus_to_exitcode(status)
         if code < 0 and not self._is_ending:

@@ -264,7 +264,6 @@ class Control:
         return {"identity": self.identity, "version": self.version}
 
     def _request(self, message: Message) -> Message:
-        """Raises the error in the answer."""
         with self._locks.setdefault(os.getpid(), threading.Lock()):
             if self._socket is None or self._owner != os.getpid():
                 self._open()

@@ -1,9 +1,8 @@
 """Balances pushes and reads between streams by the cost of fetching their contents (Lobster).
 
 The ranks of a training job wait for each other in each iteration, so the slowest one sets the pace.
-After Lobster (sections 4.2 and 4.3), the cost of a unit (entries that are pushed at once) is
-predicted from the place of its contents (`UnitCosts`) and the lateness of its stream
-(`streams/lateness.py`). The cost is used twice:
+After Lobster (sections 4.2 and 4.3), the cost of a unit is predicted from the place of its contents
+(`UnitCosts`) and the lateness of its stream (`streams/lateness.py`). The cost is used twice:
 
 - `Balance.upcoming` names the units to be read ahead, those with the least *slack* first. The slack
   is the time until the reader needs the unit, less the latency of its read, less the transfers of

@@ -75,17 +75,13 @@ class Eviction:
         self._released: deque[tuple[Entries, bool]] = deque()
         self._released_count = 0  # entries
         self.low_bytes_max = 0
-        """If entries of low importance take no more, entries of high importance are dropped before
-        them."""
         # Entries with an importance that readers have passed, oldest first. A full queue loses its
         # oldest piece; the heap still has those entries
         self._low_passed: deque[Entries] = deque(maxlen=2 * count // PIECE_ENTRIES + 2)
         # What a search has found to drop next among all (False), and of high importance (True)
         self._least = {False: NO_ENTRIES, True: NO_ENTRIES}
         self._found = NO_ENTRIES  # by the search for the farthest use
-        # Entries that readers have passed since the search began, with a farther next use than it
-        # still finds
-        self._behind_edge = 0
+        self._behind_edge = 0  # entries; see BEHIND_DIVISOR
         self._unneeded: Entries | None = None  # to drop next; None: still to be found
 
     def inherit(self, old: "Eviction", entries: Entries, before: Entries) -> None:
@@ -176,8 +172,7 @@ class Eviction:
         return piece
 
     def _find_released(self, need_bytes: int, uses: Uses) -> Entries | None:
-        """The first entries of `_released` to drop. Those with a further use are left to
-        `_find_needed`."""
+        """Those with a further use are left to `_find_needed`."""
         while self._released:
             piece, by_use = self._released.popleft()
             self._released_count -= len(piece)
@@ -202,8 +197,8 @@ class Eviction:
         return None
 
     def _find_unneeded(self, need_bytes: int, uses: Uses) -> Entries | None:
-        """Entries that no reader comes to any more. All entries are searched for them only if the
-        orders have changed, or nothing else is left to drop."""
+        """All entries are searched only if the orders have changed, or nothing else is left to
+        drop."""
         if self._unneeded is None:
             self._unneeded = uses.unneeded(self._resident & (self._claims == 0) & ~self._leaving)
         while len(self._unneeded):
@@ -248,7 +243,7 @@ class Eviction:
         uses.farthest.restart()
 
     def _next_found(self, uses: Uses) -> Entries | None:
-        """What the search for the farthest use finds next, the farthest first; None at its end."""
+        """The farthest first; None at the end of the search."""
         if len(self._found):
             found, self._found = self._found, NO_ENTRIES
             return found
@@ -287,8 +282,8 @@ class Eviction:
     def _least_important(
         self, heap: ImportanceHeap, need_bytes: int, uses: Uses, kinds: list[bool]
     ) -> Entries | None:
-        """Some of the least important entries; None if there are none. `kinds`: in which order
-        to search among those of high importance (True) and among all (False)."""
+        """None if there are none. `kinds`: in which order to search among those of high importance
+        (True) and among all (False)."""
         needed = NO_ENTRIES
         for high in kinds:
             found = self._least[high]
@@ -312,9 +307,8 @@ class Eviction:
     def _first_piece(
         self, entries: Entries, need_bytes: int, *, high: bool, keeps_rest: bool
     ) -> Entries:
-        """The first of these entries that take `need_bytes`. With `keeps_rest`, later calls of
-        `_least_important` get the others. Entries that come meanwhile may be much less important,
-        so a small cache is searched anew instead."""
+        """With `keeps_rest`, later calls of `_least_important` get the others. Entries that come
+        meanwhile may be much less important, so a small cache is searched anew instead."""
         piece, left = self._enough(entries, need_bytes)
         self._least[high] = left if keeps_rest else NO_ENTRIES
         return piece

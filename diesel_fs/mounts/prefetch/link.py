@@ -39,8 +39,7 @@ from ...net.messages import Message
 log = logging.getLogger("diesel.mount")
 
 MESSAGE_BYTES_MAX = 1 << 30
-"""Enough for a plan of a hundred million entries. Both ends are one program, so the limit only
-guards against bugs."""
+"""Enough for a plan of a hundred million entries. The limit only guards against bugs."""
 
 ENTRIES_PENDING_MAX = 65_536
 """For missed and for forgotten entries. Further ones are dropped: misses only affect which files
@@ -76,7 +75,6 @@ class WorkerLink:
         self.worker_stats: Message = {}
         """The worker's last statistics; empty before the first, and after its end."""
         self.alive = True
-        """False once the connection is closed."""
 
     async def receive_hello(self, deadline_s: float) -> None:
         """Receive the worker's process number, before `start_worker`. If the worker is dead or

@@ -4,9 +4,9 @@ A *push* stores the contents of files in the page cache, so that a reader finds 
 files are then *resident*. A *sample* checks whether some files still are. A *miss* is a READ that
 reached the mount because its file was not resident. The *budget* is the memory for resident files.
 
-The prefetch worker reports events (misses, opens of marker files, changes of the plan, files that
-the kernel has forgotten). It calls `next` for a decision, carries it out, and reports the result
-(`pushed`, `dropped`, `sampled`) before the next call. Events may come in between.
+The prefetch worker reports events, such as misses. It calls `next` for a decision, carries it out,
+and reports the result (`pushed`, `dropped`, `sampled`) before the next call. Events may come in
+between.
 
 Without a plan, missed files lead to pushes of whole chunks into free memory (`miss_fill.py`).
 Nothing is dropped for these, so random misses never make the planner push and drop in turn.
@@ -163,7 +163,6 @@ class PrefetchPlanner:
     # Reports
 
     def set_store_is_slow(self, *, is_slow: bool) -> None:
-        """Urgent units are pushed only if the store is slow."""
         self._urgent.store_is_slow = is_slow
 
     def opened(self, entry: int, now_s: float) -> None:
@@ -171,8 +170,7 @@ class PrefetchPlanner:
         signs.note_open(self.streams, self.watches, entry, now_s)
 
     def missed(self, entry: int, now_s: float, *, is_sure: bool = True) -> None:
-        """`is_sure`: a reader surely wanted the entry; otherwise the kernel may have read ahead of
-        another file."""
+        """`is_sure`: see `ReaderPosition.note_read`."""
         self._clock.tick(now_s)
         pages = self._columns.pages
         if not 0 <= entry < len(pages) or not pages[entry]:
@@ -382,7 +380,7 @@ class PrefetchPlanner:
         return self._push(NO_ENTRIES, markers) if markers else None
 
     def _claim(self, tracker: StreamTracker, unit: NextUnit) -> list[int]:
-        """Claim a unit. Returns the markers that the worker has to watch."""
+        """Returns the markers that the worker has to watch."""
         # Claims that were given up do not count again: their files may have been pushed before.
         kept = self.resident_set.resident[unit.entries]
         kept &= ~unit.state.was_claimed[unit.positions]

@@ -59,11 +59,10 @@ PRIVATE_NODE = HIDDEN_ROOT - 1
 used twice."""
 
 TREE_READ_AHEAD_KIB = 1024
-"""How far the kernel reads ahead in a file of the tree."""
 
 CONTENT_READ_AHEAD_KIB = 1024
-"""How far the kernel reads ahead in the content file. Next to pushed files it does so even for a
-reader in random order; with this size that takes one READ, not several."""
+"""Next to pushed files, the kernel reads ahead in the content file even for a reader in random
+order; with this size that takes one READ, not several."""
 
 _OF_ROOT = protocol.CommonAttributes(0, 0, BLOCK_BYTES)
 """Content files and images belong to root, whoever owns the dataset's entries."""
@@ -96,7 +95,7 @@ class TreeVersion:
     image: Image
     file: int
     """A descriptor of the image, open until `on_end`."""
-    vfs: Vfs  # reads its contents
+    vfs: Vfs
     on_end: Callable[[], None] = _ignore
     """Called when no file of the tree is open any more, or it could not be mounted."""
 
@@ -104,7 +103,7 @@ class TreeVersion:
 @dataclass(slots=True, eq=False)
 class _Tree:
     version: TreeVersion
-    content_node: int  # of the content file
+    content_node: int
     content: ContentVersion
     image_node: int = 0  # of the image's file; 0 if the session cannot serve it
     mount_id: int = 0  # in mountinfo
@@ -189,7 +188,6 @@ class NativeSession(KernelSession):
 
     @property
     def mount_id(self) -> int:
-        """The ID of the current tree's mount, in mountinfo."""
         return self._current.mount_id
 
     @property
@@ -216,11 +214,8 @@ class NativeSession(KernelSession):
             raise
 
     async def switch_tree(self, version: TreeVersion) -> None:
-        """Replaces the current version.
-
-        Raises DieselError if a mount of somebody else is in the way, SwitchUnsupported if the
-        kernel cannot replace a tree, SessionUnsupported, OSError. Then nothing has changed.
-        """
+        """Raises DieselError if a mount of somebody else is in the way, SwitchUnsupported if the
+        kernel cannot replace a tree, SessionUnsupported, OSError. Then nothing has changed."""
         tree = self._add_tree(version)
         try:
             await trio.to_thread.run_sync(self._replace_tree, tree, abandon_on_cancel=True)
@@ -306,8 +301,7 @@ class NativeSession(KernelSession):
                 os.write(self._device, protocol.invalidate_pages(node, offset, size))
 
     def _mount_tree(self, new: _Tree, *, beneath: bool = False) -> None:
-        """The calling thread gets a working folder and descriptors of its own, and must end
-        afterwards. Raises OSError, SwitchUnsupported, SessionUnsupported."""
+        """Called in an `_OwnThread`. Raises OSError, SwitchUnsupported, SessionUnsupported."""
         syscalls.own_working_folder()
         _drop_fuse_descriptors()
         syscalls.tune(syscalls.device_of(self.private_mount), CONTENT_READ_AHEAD_KIB)
@@ -411,7 +405,6 @@ class NativeSession(KernelSession):
     # requests ---------------------------------------------------------------------------------
 
     def _make_handlers(self) -> Mapping[int, tuple[str, Handler]]:
-        """Adds OPEN and RELEASE, and makes `.diesel` the root."""
         handlers = dict(super()._make_handlers())
         handlers[Op.OPEN] = "open", self._open
         handlers[Op.RELEASE] = "release", self._release

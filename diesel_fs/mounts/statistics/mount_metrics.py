@@ -1,6 +1,6 @@
 """Turns the statistics of a mount (`.diesel/stats`) into metrics for Prometheus (METRICS.md).
 
-A figure that a mount does not have gives no line. The functions are pure.
+A figure that a mount does not have gives no line.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -89,7 +89,7 @@ class ReaderProcesses:
 
 
 def reader_group(pid: int) -> ReaderGroup:
-    """UNSEEN if the process is invisible. May wait."""
+    """UNSEEN if the process is invisible."""
     process = _process_of(pid)
     return UNSEEN if process is None else _group_of(process)
 

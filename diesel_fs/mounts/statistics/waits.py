@@ -144,14 +144,13 @@ class Wait:
         self._before_s = [clock.virtual_s for clock in clocks]
 
     def enter(self, cause: WaitCause) -> None:
-        """Marks a cause. Callable from any thread, and after the end of the request."""
+        """May also be called after the end of the request."""
         with self._owner.lock:
             self._marks[cause] += 1
             if cause > self._cause:
                 self._change(cause)
 
     def leave(self, cause: WaitCause) -> None:
-        """Removes a mark. Callable from any thread."""
         with self._owner.lock:
             self._marks[cause] -= 1
             if cause == self._cause and not self._marks[cause]:
@@ -291,7 +290,7 @@ class Waits:
             }
 
     def regroup(self, before: ReaderGroup, group: ReaderGroup) -> None:
-        """Moves the counts of `before` to `group`, soon. Any thread."""
+        """Moves the counts of `before` to `group`, soon."""
         self._regrouped.append((before, group))
         self._forget_at_s = -math.inf  # the next request moves them
 
@@ -330,7 +329,6 @@ class Waits:
             self._by_thread.clear()
 
     def _make_room(self) -> None:
-        """Forgets the group that was seen longest ago and has no waiting request."""
         idle = [each for each in self._readers.values() if not each.clock.waiting]
         if idle:
             dropped = min(idle, key=lambda each: (each.group.rank is not None, each.seen_s))

@@ -58,7 +58,6 @@ _FAILED_MAX = 4096
 """Failed extents to remember; then all are forgotten."""
 
 _FILES_AT_ONCE = 16
-"""The files that one READ reads at once."""
 
 _ZEROS = memoryview(bytes(1 << 20))
 

@@ -333,8 +333,8 @@ class HiddenFolder:
         return content[offset : offset + size]
 
     async def read(self, node: int, offset: int, size: int) -> Bytes:
-        """The bytes of a list, fewer at its end. Raises FuseErrno: ENOMEM if the content would take
-        too much memory, EILSEQ if a path in a list of lines has a newline."""
+        """Raises FuseErrno: ENOMEM if the content would take too much memory, EILSEQ if a path in a
+        list of lines has a newline."""
         found = self._node(node)
         assert isinstance(found, _ListNode)
         found.waiting += 1

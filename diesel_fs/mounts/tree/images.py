@@ -123,8 +123,7 @@ def _open_kept(
 
 
 def _open(path: Path, *, verify: bool = True) -> tuple[Image, int]:
-    """Opens and maps an image. The descriptor holds the lock against removal. Raises OSError,
-    FormatError."""
+    """The descriptor holds the lock against removal. Raises OSError, FormatError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -215,8 +214,7 @@ def _last_image(folder: Path, identity: UUID, chain: "_Chain") -> Image | None:
 
 
 def _prune(folder: Path, identity: UUID) -> None:
-    """Removes images that no process has open: of this dataset all except the `IMAGES_KEPT` last
-    used ones, and of any dataset those that have been unused for `UNUSED_S_MAX`."""
+    """Removes images that no process has open (`IMAGES_KEPT`, `UNUSED_S_MAX`)."""
     with suppress(OSError):
         used_ns = {
             path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name[0] != "."

@@ -1,8 +1,7 @@
 """The file system that a mount shows: the tree of one dataset version, and the folder `.diesel`.
 
-A `Vfs` answers the requests of a file system from a snapshot, the index of all entries of a
-version, and from a `ContentReader`, which returns checked bytes. It knows no FUSE: a session
-(`sessions/`) or a test calls it.
+A `Vfs` answers the requests of a file system from a snapshot and from a `ContentReader`, which
+returns checked bytes. It knows no FUSE: a session (`sessions/`) or a test calls it.
 
 A node (FUSE's name for an inode number) is the entry's index in the snapshot + 1. So the root is 1,
 there is no table of nodes, and the kernel's FORGET has nothing to free. Nodes from `HIDDEN_ROOT` on
@@ -119,11 +118,9 @@ class MountHooks:
     files: Mapping[bytes, HiddenFile] = field(default_factory=dict)
     """The generated files of `.diesel` besides `stats`."""
     list_observer: ListObserver | None = None
-    """Learns which lists programs read."""
     control_path: Callable[[], bytes] = bytes
     """The target of `.diesel/control`; empty without a control socket."""
     prefetch_stats: Callable[[], Mapping[str, object]] | None = None
-    """The prefetch worker's figures for `.diesel/stats`."""
     extra_stats: Callable[[], Mapping[str, object]] = dict
     """Further keys for `.diesel/stats`."""
     waits: Waits | None = None
@@ -263,7 +260,6 @@ class Vfs:
         )
 
     async def hidden_listing(self, folder: int) -> Listing:
-        """All entries of `.diesel`, or of a folder in it."""
         with self._counted_wait(lookups=1):
             return await self._hidden.listing(folder)
 

@@ -115,9 +115,6 @@ _ROLE_VERBS = {Role.NONE: "see", Role.READ: "read", Role.WRITE: "change", Role.A
 Accounts = Mapping[str, Account]
 
 
-# Names and keys
-
-
 def check_user_name(name: str) -> str:
     if not _USER_NAME.fullmatch(name):
         raise UsageError(
@@ -165,7 +162,7 @@ def parse_public_key(text: str) -> bytes:
     return check_public_key(public)
 
 
-# Changes: each function returns changed accounts, and leaves its argument as it is
+# Each function returns changed accounts, and leaves its argument as it is
 
 
 def with_account(accounts: Accounts, account: Account) -> Accounts:
@@ -178,8 +175,7 @@ def with_account(accounts: Accounts, account: Account) -> Accounts:
 
 
 def with_new_key(accounts: Accounts, name: str, public_key: bytes, *, admin: bool) -> Accounts:
-    """Replace a key; the roles stay. `admin` makes the user an administrator. Raises
-    NotFoundError."""
+    """The roles stay. `admin` makes the user an administrator. Raises NotFoundError."""
     account = _existing(accounts, name)
     changed = replace(account, public_key=public_key, admin=account.admin or admin)
     return _checked({**accounts, name: changed})
@@ -191,7 +187,7 @@ def without_account(accounts: Accounts, name: str) -> Accounts:
 
 
 def with_role(accounts: Accounts, name: str, dataset: str, role: Role) -> Accounts:
-    """Give a user a role; NONE removes it. Raises NotFoundError."""
+    """NONE removes the role. Raises NotFoundError."""
     account = _existing(accounts, name)
     grants = {each: given for each, given in account.grants.items() if each != dataset}
     if role is not Role.NONE:
@@ -228,9 +224,6 @@ def _checked(accounts: Accounts) -> Accounts:
         if len(account.grants) > GRANTS_MAX:
             raise UsageError(f"more than {GRANTS_MAX:,} roles for the user {account.name!r}")
     return accounts
-
-
-# Text
 
 
 def accounts_text(accounts: Accounts) -> str:

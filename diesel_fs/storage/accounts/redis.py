@@ -1,6 +1,6 @@
 """The table of accounts in Redis, in the hash `USERS_KEY` beside the metadata.
 
-A change reads all accounts. A script then writes the difference if the token (`AccountState`) is
+A change reads all accounts, then a script writes the difference if the token (`AccountState`) is
 still the same; otherwise the change starts again. So changes are atomic and may be sent twice. Any
 thread, process or forked child.
 """

@@ -4,7 +4,7 @@
 metadata and the accounts lie beside the objects and are never listed.
 
 Any thread, process and host that shares the folder; the file system decides races (link and rename
-are atomic). No file stays open between calls, so a store hinders neither a fork nor an umount.
+are atomic).
 """
 
 import contextlib
@@ -56,8 +56,7 @@ _Publish = Callable[[str, str], None]
 
 
 class _Sort(Enum):
-    """What a name in the folder stands for. LEFTOVER is a temporary file of a put, FOREIGN anything
-    that DIESEL-FS did not write."""
+    """LEFTOVER is a temporary file of a put, FOREIGN anything that DIESEL-FS did not write."""
 
     OBJECT = 1
     LEFTOVER = 2
@@ -68,7 +67,6 @@ class FolderStore(ObjectStore):
     """`root` is a real absolute path."""
 
     def __init__(self, root: str, store_id: uuid.UUID) -> None:
-        """Callers use `open` or `create`."""
         self.root = root
         self.store_id = store_id
         self._durable = {""}  # folders that are known to exist durably
@@ -109,10 +107,10 @@ class FolderStore(ObjectStore):
                     advice="name a folder that is empty or does not exist",
                 )
             store_id = uuid.uuid4()
-            with contextlib.suppress(ObjectExists):  # another process has made it
+            with contextlib.suppress(ObjectExists):
                 cls(root, store_id)._write(STORE_MARKER, [contract.encode_marker(store_id)], _link)
             with contextlib.suppress(OSError):
-                # On a full disk this folder could not be made when a dataset has to be deleted
+                # If the disk is full, this folder could not be made to delete a dataset
                 _make_folder_durably(os.path.join(root, DELETED.rstrip("/")))
         return cls.open(root)
 
@@ -123,8 +121,6 @@ class FolderStore(ObjectStore):
     @property
     def housekeeping(self) -> Housekeeping:
         return FolderHousekeeping(self)
-
-    # Writing
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         contract.check_name(name)
@@ -147,7 +143,7 @@ class FolderStore(ObjectStore):
                 raise _store_error(error, "write", name) from error
         try:
             self._write_once(name, parts, publish)
-        except OSError as error:  # FileExistsError too: the first try may have made that file
+        except OSError as error:  # the first try may have made the file
             raise _store_error(error, "write, in a second try", name) from error
 
     def _write_once(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
@@ -202,8 +198,6 @@ class FolderStore(ObjectStore):
             if error.errno not in _MISSING:
                 raise _store_error(error, "delete", name) from error
 
-    # Reading
-
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
         contract.check_range(name, start, length)
         with self._opened(name) as (fd, size):
@@ -230,8 +224,8 @@ class FolderStore(ObjectStore):
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
-        """The file's descriptor and size. An OSError in the `with` becomes an error of the
-        store."""
+        """The file's descriptor and size. An OSError in the `with` becomes an error of the store.
+        """
         try:
             fd = os.open(os.path.join(self.root, name), _READ_FLAGS)
         except OSError as error:
@@ -270,8 +264,6 @@ class FolderStore(ObjectStore):
         if not stat.S_ISREG(found.st_mode):
             raise ObjectStoreError(f"{name}: not a regular file, so not an object of DIESEL-FS")
 
-    # Listing
-
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         contract.check_prefix(prefix)
         for name in self._names(prefix, after):
@@ -305,7 +297,7 @@ class FolderStore(ObjectStore):
                 yield name.removesuffix("//"), _Sort.FOREIGN
 
     def _folder_content(self, folder: str) -> Sequence[str]:
-        """Sorted names from the root on. A folder's name ends with a slash. The name of anything
+        """Names from the root on, sorted. A folder's name ends with a slash. The name of anything
         else that is not a file (a link to a file, a socket) ends with "//", so that it never looks
         like an object."""
         above = f"{folder}/" if folder else ""
@@ -316,15 +308,15 @@ class FolderStore(ObjectStore):
             if error.errno not in _MISSING:
                 raise _store_error(error, "list", folder or self.root) from error
         self._check_store_present()
-        return ()  # it was never made, or was removed since
+        return ()
 
 
 class FolderReads(FastReads):
     _store: FolderStore
 
     def read(self, name: str, start: int, size: int) -> Bytes:
-        """Returns `bytes`, which the caller need not copy. Its three system calls are nearly the
-        whole cost of a small read. If one fails, `read_into` reads again and finds out why."""
+        """Returns `bytes`, which the caller need not copy. Three system calls are nearly the whole
+        cost of a small read. If one fails, `read_into` finds out why."""
         contract.check_range(name, start, size)
         with contextlib.suppress(OSError, MemoryError):
             fd = os.open(os.path.join(self._store.root, name), _READ_FLAGS)
@@ -399,7 +391,7 @@ def _ending(entry: os.DirEntry[str]) -> str:
 
 
 def _real_path(path: str | os.PathLike[str]) -> str:
-    """The absolute path without links, so that the working directory may change."""
+    """Without links, so that the working directory may change."""
     text = os.fspath(path)
     if not text or "\0" in text:
         raise UsageError(f"{text!r} is not a path of a store")
@@ -432,7 +424,7 @@ def _make_folder_durably(path: str) -> None:
         fsync_folder(os.path.dirname(path))
     except OSError:
         with contextlib.suppress(OSError):
-            os.rmdir(path)  # so that the next try makes it again, and does not only sync it
+            os.rmdir(path)  # the next try makes it again
         raise
 
 

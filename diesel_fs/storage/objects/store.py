@@ -1,8 +1,8 @@
 """The interface of an object store, and the base classes of wrappers.
 
-An object store keeps named, immutable byte strings: chunks, snapshots, leases. Every store
-implements the seven methods of `ObjectStore`; some improve on the plain forms of `FastReads` and
-`Housekeeping`. The object `DIESEL-STORE`, the marker, tells a store from an empty folder.
+Every store implements the seven methods of `ObjectStore`; some improve on the plain forms of
+`FastReads` and `Housekeeping`. The object `DIESEL-STORE`, the marker, tells a store from an empty
+folder.
 
 Any thread and process; all methods block. A forked child may use its parent's store if `fork_safe`
 is true.
@@ -69,7 +69,6 @@ def check_prefix(prefix: str) -> None:
 
 
 def check_end(name: str, end: int, size: int) -> None:
-    """Raise TruncatedError if `size` is less than `end`."""
     if end > size:
         raise TruncatedError(f"{name}: ends at byte {size}, wanted up to {end}", offset=size)
 
@@ -79,7 +78,7 @@ def encode_marker(store: uuid.UUID) -> bytes:
 
 
 def parse_marker(content: Bytes) -> uuid.UUID:
-    """The store's UUID. Raises ForeignError, CorruptError or NewerVersionError."""
+    """Raises ForeignError, CorruptError or NewerVersionError."""
     try:
         fields: object = json.loads(bytes(content))
     except (ValueError, RecursionError) as error:
@@ -151,14 +150,13 @@ def batched_parts(
 
 
 ChunkParts = npt.NDArray[np.uint32]
-"""Shape (n, 3): the chunk's number (its index in the dataset's snapshot), the part's first byte in
-the chunk, the part's size in bytes."""
+"""Shape (n, 3): the chunk's index in the dataset's snapshot, the part's first byte in the chunk,
+the part's size in bytes."""
 
 
 class ReadGroup(NamedTuple):
     places: Sequence[int]
-    """For each content, the position of its part in the request. (`ChunkReader.places` returns
-    nodes.)"""
+    """For each content, the position of its part in the request."""
 
     contents: Sequence[memoryview]
 
@@ -171,7 +169,7 @@ IN_MEMORY, IN_STORE = -2, -1
 
 
 def give_up(groups: Iterator[ReadGroup]) -> None:
-    """End a read (`ChunkReader.begin`) whose groups nobody wants any more, as far as it can end."""
+    """Nobody wants any more groups: end the read (`ChunkReader.begin`), as far as it can end."""
     close = getattr(groups, "close", None)
     if close is not None:
         close()
@@ -191,11 +189,11 @@ class ChunkReader(Protocol):
     @property
     def is_slow(self) -> bool:
         """Whether parts lately came from a place that takes long to answer, so that it helps to
-        read many at once, and ahead. True before the first read of such a place."""
+        read ahead. True before the first read of such a place."""
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """The number of the node from which each chunk would be read now, as far as this process
-        knows; `IN_MEMORY` for this process's memory, `IN_STORE` for the object store."""
+        """For each chunk, the node from which it would be read now, as far as this process knows;
+        `IN_MEMORY` or `IN_STORE`."""
 
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
         """The bytes of one part, and whether they were compared with a checksum. Raises as
@@ -213,7 +211,7 @@ class ObjectStore(ABC):
 
     store_id: uuid.UUID
 
-    # Properties, so that a wrapper can pass them on; a store may set `fork_safe` on its class.
+    # A store may set `fork_safe` on its class; wrappers pass these properties on
 
     @property
     def fork_safe(self) -> bool:
@@ -231,7 +229,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        """Create an object from `parts` in order (they are not joined in memory).
+        """Create an object from `parts` in order; they are not joined in memory.
 
         Atomic: at every moment, and after any crash, the name has no object or the whole one. If
         several callers put one name at once, one succeeds; the others get ObjectExists, and nothing
@@ -287,7 +285,7 @@ class FastReads:
     `read_into`, part by part; a store with a faster way offers a subclass."""
 
     batches_reads: bool = False
-    """Whether many parts in one `read_parts` cost little more than one."""
+    """Many parts in one `read_parts` cost little more than one."""
 
     can_pin: bool = False
 
@@ -380,8 +378,8 @@ class Housekeeping:
 
 
 class StoreWrapper(ObjectStore):
-    """Forwards everything to another store. A wrapper that changes reads derives from `ReadWrapper`
-    or overrides `fast_reads`; otherwise reads through `fast_reads` bypass it."""
+    """A wrapper that changes reads derives from `ReadWrapper` or overrides `fast_reads`; otherwise
+    these reads bypass it."""
 
     def __init__(self, inner: ObjectStore) -> None:
         self.inner = inner

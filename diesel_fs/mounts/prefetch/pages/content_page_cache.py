@@ -10,7 +10,7 @@ To *settle* some of them means: the kernel is made to copy the files that it has
 then the pages of the content file are dropped. The oldest are settled when the area is full, the
 others when the worker has nothing else to do. Opening settled files is faster, too: 290,000 files
 of 4 KiB a second instead of 100,000. While readers follow a plan, the area may be as large as all
-memory for pages: the pushed files are read soon, and then dropped on both sides.
+memory for pages: pushed files are read soon, and settling them would cost as much as reading them.
 """
 
 import os
@@ -39,7 +39,7 @@ STAGING_DIVISOR = 16
 
 CONTENTS_MAX = 256
 """The most contents of one write. Each takes two of the write's 1,024 pieces (itself and its
-padding). More would make no write more efficient."""
+padding)."""
 
 TAKEN_BYTES = 1 << 20
 """About how much one batch takes over from the files of another version."""
@@ -283,8 +283,6 @@ class ContentPageCache(PageCache):
             self._settle_oldest()
 
     def _settle_oldest(self) -> None:
-        """The kernel copies those of the batch's files that are still wanted, and then the batch's
-        pages of the content file are dropped."""
         staged = self._staging.queue.popleft()
         parts = staged.parts[self._is_wanted[staged.parts["entry"]]]
         self._staging.remove(parts)
@@ -298,12 +296,9 @@ class ContentPageCache(PageCache):
         self._staging.note_settled(self._process.done)
 
     def set_planned(self, *, is_planned: bool) -> None:
-        """Makes the staging area larger while readers follow a plan, so that pushed files stay in
-        it until they are read. To settle them would cost as much as to read them."""
         self._limit_bytes = self._planned_bytes if is_planned else self._staging_bytes
 
     def tidy(self) -> bool:
-        """Settles the oldest batch; if there is none, drops pages that READs have brought."""
         if self._staging.queue:
             self._settle_oldest()
             return True
@@ -343,7 +338,6 @@ class ContentPageCache(PageCache):
         return super().drop_failed(entry) or in_content
 
     def _range(self, entry: int) -> tuple[int, int]:
-        """The start and size of a file's content in the content file."""
         start = int(self._image.first_block[entry]) * BLOCK_BYTES
         return start, self._snapshot.stat(entry).size
 

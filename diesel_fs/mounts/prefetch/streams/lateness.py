@@ -1,8 +1,4 @@
-"""Learns how much longer than predicted the pushes of one stream take.
-
-`../balance.py` predicts the cost of a unit from the place of its contents, and adds the lateness of
-its stream.
-"""
+"""Learns how much longer than predicted the pushes of one stream take."""
 
 from dataclasses import dataclass
 

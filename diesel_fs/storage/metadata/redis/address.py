@@ -9,7 +9,7 @@
 `DIESEL_REDIS_USER`, the password in `DIESEL_REDIS_PASSWORD` or the file
 `DIESEL_REDIS_PASSWORD_FILE`, which others must not be able to read;
 `DIESEL_REDIS_SENTINEL_PASSWORD` is for the sentinels. A user and password in the URL take
-precedence, but everybody on the machine can read a command line. Neither is ever printed.
+precedence, but everybody on the machine can read a command line.
 
 redis-py's own URLs know no sentinels and no clusters, and its errors repeat the password.
 """
@@ -58,9 +58,8 @@ class RedisAddress:
 
 
 def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> RedisAddress:
-    """The address in a URL, with the user and password from the URL or `environment`. Raises
-    ConfigError, without the URL in its message, and PermissionDenied for a password file that
-    others may read."""
+    """Raises ConfigError, without the URL in its message, and PermissionDenied for a password file
+    that others may read."""
     env = os.environ if environment is None else environment
     try:
         parts = urlsplit(url)

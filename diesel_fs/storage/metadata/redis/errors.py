@@ -25,12 +25,12 @@ only."""
 
 
 class RetryLater(Exception):
-    """An error that may pass. At the deadline, `last_error` is raised instead."""
+    """At the deadline, `last_error` is raised instead."""
 
     def __init__(self, last_error: DieselError, reason: str = "") -> None:
         super().__init__(str(last_error))
         self.last_error = last_error
-        self.reason = reason  # SILENT, LOADING, UNWRITABLE or empty
+        self.reason = reason
 
 
 def _secrets(where: RedisAddress) -> list[str]:
@@ -60,7 +60,6 @@ def _redacted(text: str, where: RedisAddress) -> str:
 
 
 def translate_error(error: Exception, where: RedisAddress) -> DieselError | RetryLater:
-    """A RetryLater if the error may pass."""
     cause = error.__cause__
     if isinstance(error, errors.RedisClusterException) and isinstance(cause, errors.RedisError):
         return translate_error(cause, where)

@@ -9,7 +9,7 @@ NUMBER_MAX = 1 << 63
 
 
 def number(reply: object) -> int:
-    """A number of 64 bits, from an integer or decimal digits; 0 for a missing value."""
+    """From an integer of 64 bits or decimal digits; 0 for a missing value."""
     if reply is None:
         return 0
     if isinstance(reply, int | bytes):
@@ -23,7 +23,6 @@ def number(reply: object) -> int:
 
 
 def as_count(reply: object) -> int:
-    """A number that is neither negative nor missing."""
     found = number(reply)
     if reply is None or found < 0:
         raise corrupt_store_error("something else where a count should be")

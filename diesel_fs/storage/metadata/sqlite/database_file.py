@@ -42,7 +42,7 @@ DEADLINE_S = 30.0
 LEASE_NAME = "meta.lease"
 
 _CACHE_KIB = 16 << 10
-_CHECKPOINT_PAGES = 4000  # 16 MB: SQLite's default of 1,000 means more syncs in a long put
+_CHECKPOINT_PAGES = 4000  # 16 MB: SQLite's default means more syncs in a long put
 _WAL_BYTES_KEPT = 64 << 20
 _IDLE_MAX = 4
 _POLL_S = 0.02
@@ -76,12 +76,12 @@ class SqliteFile:
         self._network = file_system_of(self.path).is_network
         self._rollback = False
         self._locks_checked = False
-        self._change = threading.Condition()  # guards all below
+        self._change = threading.Condition()
         self._idle: list[sqlite3.Connection] = []
         self._in_use = 0
-        self._file: tuple[int, int] | None = None  # device and inode of the idle connections' file
+        self._file: tuple[int, int] | None = None
         self._forking = False
-        self._unusable = ""  # why no transaction can begin any more
+        self._unusable = ""
         with self._errors():
             self._check_files(create)
             self._idle.append(self._open(create))
@@ -92,8 +92,6 @@ class SqliteFile:
         """The file system's clock: over a network, its server's."""
         with self._errors(), tempfile.TemporaryFile(dir=self.path.parent) as file:
             return os.fstat(file.fileno()).st_mtime
-
-    # Transactions
 
     @property
     def durable_commits(self) -> bool:
@@ -144,8 +142,6 @@ class SqliteFile:
             self._locks_checked = True
             self._lease.keep()
 
-    # The pool of connections
-
     @contextmanager
     def _borrowed(self) -> Iterator[sqlite3.Connection]:
         connection = self._borrow()
@@ -158,7 +154,7 @@ class SqliteFile:
                     connection.execute("ROLLBACK")
             reusable = True
         except DieselError:
-            reusable = True  # it is not SQLite's error
+            reusable = True  # not SQLite's error
             raise
         finally:
             self._give_back(connection, reusable=reusable)
@@ -200,8 +196,6 @@ class SqliteFile:
         except OSError:
             return None
         return found.st_dev, found.st_ino
-
-    # Opening
 
     def _check_files(self, create: bool) -> None:
         folder = self.path.parent
@@ -306,7 +300,7 @@ class SqliteFile:
         # A commit ends when SQLite unlinks the journal. EXTRA syncs the folder after that;
         # otherwise the journal could come back after a power cut, and undo the commit
         connection.execute("PRAGMA synchronous=EXTRA")
-        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # releases the lock
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
 
     def _set_journal(self, connection: sqlite3.Connection, wanted: str) -> None:
         """SQLite does not wait here for other users of the file; this does."""
@@ -325,7 +319,7 @@ class SqliteFile:
 
     def _make(self, connection: sqlite3.Connection) -> None:
         connection.execute("BEGIN IMMEDIATE")
-        if not self._is_made(connection):  # another process may have been faster
+        if not self._is_made(connection):
             if self._rollback:
                 self._keep_lease()
             for statement in filter(str.strip, SCHEMA.split(";\n")):
@@ -333,8 +327,6 @@ class SqliteFile:
             connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         connection.execute("COMMIT")
-
-    # Errors
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -382,17 +374,14 @@ class SqliteFile:
         """By the file's mode. This must not open the file (see the module)."""
         return os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
 
-    # Forks
-
     def before_fork(self) -> None:
-        """Wait for transactions, close all connections, and let none begin until `after_fork`."""
         self._change.acquire()
         self._forking = True
         self._change.wait_for(lambda: not self._in_use, self._fork_wait_s)
         self._close_idle()
 
     def after_fork(self, *, child: bool) -> None:
-        """Let transactions begin; in a child, only if no connection was in use."""
+        """In a child, only if no connection was in use."""
         if child and self._in_use:
             self._unusable = "this process was forked in the middle of a transaction"
         self._forking = False
@@ -417,7 +406,7 @@ def _lock_holders(files: list[Path]) -> list[int]:
 
 _FILES: "weakref.WeakSet[SqliteFile]" = weakref.WeakSet()
 _FORK_LOCK = threading.Lock()  # while `_FILES` changes, and during a fork
-_forked: list[SqliteFile] = []  # after `before_fork`
+_forked: list[SqliteFile] = []
 
 
 def _before_fork() -> None:

@@ -64,14 +64,13 @@ def dataset_of(db: sqlite3.Connection, name: str, identity: UUID) -> DatasetRow 
 
 
 def new_number(db: sqlite3.Connection) -> int:
-    """A number that no dataset ever had or will get."""
     number = _insert(db, None, b"", "")
     db.execute("DELETE FROM dataset WHERE number = ?", (number,))
     return number
 
 
 def insert(db: sqlite3.Connection, head: DatasetHead, number: int | None = None) -> None:
-    """`number`: the number under which the dataset's rows are in other tables (None: a new one)."""
+    """Other tables have the dataset's rows under `number` (None: a new one)."""
     write(db, _insert(db, number, head.identity.bytes, head.name), head)
 
 

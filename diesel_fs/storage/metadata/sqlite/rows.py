@@ -1,7 +1,4 @@
-"""Reads entries, makes folders and removes chunks in the SQLite metadata store.
-
-All objects here belong to one transaction and one thread.
-"""
+"""Reads entries, makes folders and removes chunks in the SQLite metadata store."""
 
 # Statements consist of constants; values are parameters.
 # ruff: noqa: S608
@@ -43,11 +40,11 @@ class FolderNumbers:
     def __init__(self, db: sqlite3.Connection, dataset: int) -> None:
         self._db = db
         self._dataset = dataset
-        # By the parent's number and the name: whole paths would take much more memory
+        # Whole paths would take much more memory
         self._numbers: dict[tuple[int, bytes], int] = {}
         self._paths: dict[int, bytes] = {}
         self.empty: set[int] = set()
-        """Folders that `make` made. Code that inserts an entry removes its folder here."""
+        """Made by `make`; code that inserts an entry removes its folder here."""
 
     def number(self, path: bytes) -> int | None:
         """None if the folder never had an entry in or below it."""
@@ -103,7 +100,6 @@ class FolderNumbers:
         return sorted((path, number) for number, path in paths.items())
 
     def below(self, number: int) -> list[tuple[bytes, int]]:
-        """The folders directly in a folder."""
         return self._db.execute(
             "SELECT name, number FROM folder WHERE dataset = ? AND parent = ?",
             (self._dataset, number),
@@ -199,13 +195,13 @@ class RowCollector:
 
     def __init__(self) -> None:
         self._folders: dict[bytes, int] = {}
-        self._folder: list[int] = []  # position in `_folders`, once for consecutive rows
+        self._folder: list[int] = []
         self._counts: list[int] = []
         self._names: list[Names] = []
-        self._chunk: list[int] = []  # number of a chunk, once for consecutive rows
+        self._chunk: list[int] = []
         self._chunk_counts: list[int] = []
         self._records = bytearray()
-        self._tails: dict[int, bytes] = {}  # as in `Rows`
+        self._tails: dict[int, bytes] = {}
 
     @property
     def chunks(self) -> set[int]:

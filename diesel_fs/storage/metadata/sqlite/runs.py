@@ -9,8 +9,6 @@ time of entries. The table has this invariant:
 So code that inserts a row into `entry` or `part` first calls `split_runs`, which turns runs that
 include its name into rows of `entry`. A run holds regular files of one extent. The stamp of each is
 the run's chunk and the record's place, so it needs no column.
-
-All functions work inside the caller's transaction, in one thread.
 """
 
 import operator
@@ -35,7 +33,7 @@ _RECORD_BYTES = RECORD.itemsize
 
 
 class EntryRun(NamedTuple):
-    """A decoded row of `run`. Names ascend."""
+    """Names ascend."""
 
     chunk: int
     names: Names
@@ -46,7 +44,7 @@ class EntryRun(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Entries that can become a run: row numbers and ascending names."""
+    """Row numbers and ascending names."""
 
     folder: int
     rows: npt.NDArray[np.int64]
@@ -54,8 +52,8 @@ class Segment(NamedTuple):
 
 
 def segments(batch: CommitBatch, folders: Sequence[int]) -> Iterator[Segment]:
-    """The batch's entries that runs can hold. The batch may have any order: a tar lists names as
-    its file system does. `folders` are the numbers of the batch's folders."""
+    """The batch may have any order: a tar lists names as its file system does. `folders` are the
+    numbers of the batch's folders."""
     rows = batch.rows
     if batch.by_purge or len(rows) < ENTRIES_MIN:
         return
@@ -73,7 +71,7 @@ def segments(batch: CommitBatch, folders: Sequence[int]) -> Iterator[Segment]:
             by_name = sorted(range(len(names)), key=names.__getitem__)
             plain, names = plain[by_name], [names[i] for i in by_name]
             if any(map(operator.eq, names, names[1:])):
-                continue  # a run has each name once
+                continue
         unfit = in_folder[~fit[in_folder]]
         others = _names_at(all_names, unfit) if len(unfit) else []
         # A run ends beside each name that does not fit
@@ -95,7 +93,7 @@ def insert_runs(
     db: sqlite3.Connection, chunk: int, batch: CommitBatch, segment: Segment, *, into_empty: bool
 ) -> bool:
     """Insert a segment as runs. Returns False, and does nothing, if another row is in the way.
-    `into_empty`: the folder has no rows, so nothing must be looked up."""
+    `into_empty`: the folder has no rows."""
     folder, rows, names = segment
     cuts = [0, len(names)] if into_empty else _cuts(db, folder, names)
     for start, end in pairwise(cuts):
@@ -166,7 +164,7 @@ def _split_run(db: sqlite3.Connection, folder: int, first: bytes) -> None:
 
 
 def find(db: sqlite3.Connection, folder: int | None, name: bytes) -> tuple[int, bytes] | None:
-    """The number of a file's chunk, and its record; None if no run has the file."""
+    """Returns the number of a file's chunk, and its record; None if no run has the file."""
     row = db.execute(
         "SELECT chunk, names, records, last FROM run WHERE folder = ? AND first <= ?"
         " ORDER BY first DESC LIMIT 1",

@@ -19,8 +19,7 @@ _opener: BucketOpener = _by_helper
 
 
 def open_bucket(url: str, *, create: bool) -> ObjectStore:
-    """`create` makes a store if there is none. Raises ConfigError, ObjectStoreError,
-    ObjectMissing."""
+    """Raises ConfigError, ObjectStoreError, ObjectMissing."""
     return _opener(url, create)
 
 

@@ -1,12 +1,11 @@
 """Lets only as many workers of a loader prepare batches at once as the processors can serve.
 
 A script may start more workers than its machine can use. They then share the processors, so that
-all their first batches come late and together, and the loop and the mount get less time. A
-worker therefore takes a *turn* before it prepares a batch, and the number of turns follows from
+all their first batches come late and together, and the loop and the mount get less time. A worker
+therefore takes a *turn* before it prepares a batch, and the number of turns follows from
 measurements (Lobster, section 4.1: the fewest threads with which preprocessing is fastest; a worker
-that waits for its files leaves its processor to another one). torch gives each worker the same
-batches as without turns, so samples, their order and the random numbers inside workers stay the
-same.
+that waits for its files leaves its processor to another one). Batches and random numbers are the
+same as without turns.
 
 Turns are semaphores of multiprocessing, which forked and spawned workers share. A worker that gets
 no turn for `TURN_S`, because another one was killed or waits for it, goes on and takes no more.
@@ -28,8 +27,8 @@ SPARE = 1.5
 time."""
 _MEASURED_MIN = 8  # batches before the first decision
 _MEASURED_FIRST, _MEASURED_EVERY = 32, 7
-"""A worker measures its first batches, then one in seven, which counts for seven: to read the
-kernel's clock of waits takes 15 us."""
+"""A worker measures its first batches, then one in seven: to read the kernel's clock of waits takes
+15 us."""
 _BATCHES, _FETCH_S, _CPU_S, _COUNTED = 0, 1, 2, 3  # the values of a worker, and their number
 
 
@@ -45,8 +44,6 @@ class _Numbers(Protocol):
 
 
 class _Context(Protocol):
-    """A context of multiprocessing."""
-
     def Semaphore(self, value: int) -> _Lock: ...
     def Lock(self) -> _Lock: ...
     def RawArray(self, kind: str, size: int) -> _Numbers: ...
@@ -55,9 +52,9 @@ class _Context(Protocol):
 class Turns(NamedTuple):
     """The memory and locks that the loop's process and the workers of one iterator share."""
 
-    turns: _Lock  # a semaphore
+    turns: _Lock
     next: _Lock  # held by the worker that gets the next turn: the others queue here
-    changes: _Lock  # guards `surplus`
+    changes: _Lock
     surplus: _Numbers  # one value: how many turns end when they are given back
     measured: _Numbers  # by worker: batches, seconds, seconds of processors
 
@@ -70,7 +67,7 @@ class Pace:
         self.workers, self.at_once = workers, at_once
         self.cores = cores_of_rank()
         self._has_failed = False
-        self._before = [0.0] * _COUNTED  # the sums at the start of the epoch
+        self._before = [0.0] * _COUNTED
         self.shared = Turns(
             context.Semaphore(at_once),
             context.Lock(),
@@ -109,7 +106,7 @@ class Pace:
         more = at_once - self.at_once
         if not more:
             return
-        if not changes.acquire(timeout=0.1):  # a worker was killed while it held the lock
+        if not changes.acquire(timeout=0.1):  # the worker that held the lock was killed
             self._has_failed = True
             return
         self.at_once = at_once
@@ -126,9 +123,9 @@ class TurnTaker:
     def __init__(self, shared: Turns, worker: int, turn_s: float = TURN_S) -> None:
         """`turn_s`: the longest wait for a turn."""
         self._shared, self._worker, self._turn_s = shared, worker, turn_s
-        # With a processor for each worker, all may work at once, and turns would only cost time
+        # With a processor for each worker, turns would only cost time
         self._takes_turns = len(shared.measured) > _COUNTED * cores_of_rank()
-        self._count = 0  # batches
+        self._count = 0
 
     def install(self, kind: type | None = None) -> None:
         """Wrap the `fetch` of a class, by default of torch's for map-style datasets."""
@@ -189,8 +186,8 @@ class TurnTaker:
 
 
 def useful_workers(fetch_s: float, cpu_s: float, cores: float) -> int:
-    """How many workers at once make use of the processors, if a batch takes `fetch_s`, of which
-    processors work `cpu_s`. More workers prepare no more batches in a second."""
+    """The useful number of workers if a batch takes `fetch_s`, of which processors work `cpu_s`.
+    More workers prepare no more batches in a second."""
     if cpu_s <= 0:
         return sys.maxsize
     return max(round(SPARE * cores * fetch_s / cpu_s), 1)

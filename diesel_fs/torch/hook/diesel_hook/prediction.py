@@ -3,8 +3,7 @@
 The samplers of torch, torchdata, accelerate, timm and diesel_fs are known: they draw from torch's
 global generator or one of their own, and change nothing else. A copy of the sampler (its *twin*),
 with copies of its generators, is iterated to the end; then the global generator gets its state
-back. So the sampler itself draws the same numbers as without the hook. Other samplers are not
-predicted, since their iteration might have other effects.
+back. Other samplers are not predicted, since their iteration might have other effects.
 """
 
 from __future__ import annotations
@@ -48,18 +47,15 @@ _COUNT_EPOCHS = frozenset(
 """The samplers that have `epoch` and `set_epoch`."""
 
 _NESTED = ("sampler", "batch_sampler")
-"""The attributes with the sampler inside another one."""
-
 ENTRIES_MAX = 1 << 24
-"""The most indices of a prediction, since orders may be endless: each takes eight bytes here, and
-more in the launcher."""
+"""Orders may be endless, and each index takes eight bytes here, and more in the launcher."""
 
 DRAWING_S_MAX = 1.0
-"""The most seconds that a prediction takes, while the loop waits for its first batch."""
+"""The loop waits for its first batch meanwhile."""
 
 _TIMED_ELEMENTS = 1024  # between two readings of the clock
 
-_DRAWS_MAX = 8  # each loader of torch draws once when an epoch begins; programs have few loaders
+_DRAWS_MAX = 8  # each loader of torch draws once when an epoch begins
 
 
 class BetweenEpochs:
@@ -73,11 +69,11 @@ class BetweenEpochs:
 
     def __init__(self) -> None:
         self.draws = -1
-        """The number of draws; -1 if it is not known, or the program draws other numbers."""
+        """-1 if the number is not known, or the program draws other numbers."""
         self._behind: object = None  # the state after the sampler's draws for the last epoch
 
     def begin(self) -> None:
-        """Count the draws since the last call of `end`, when an epoch begins."""
+        """Count the draws since the last call of `end`."""
         torch = sys.modules["torch"]
         behind, self._behind, self.draws = self._behind, None, -1
         if behind is None:
@@ -92,8 +88,7 @@ class BetweenEpochs:
                 self.draw(1)
 
     def end(self) -> None:
-        """Remember the generator's state when the sampler has drawn all its numbers for an
-        epoch."""
+        """The sampler has drawn all its numbers for an epoch."""
         self._behind = sys.modules["torch"].get_rng_state()
 
     @staticmethod
@@ -109,12 +104,12 @@ class PredictedOrder:
     def __init__(self) -> None:
         self.indices = array("q")
         self.bounds = array("q")
-        """The position after each batch; empty if the sampler gives single indices."""
+        """Positions after the batches; empty if the sampler gives single indices."""
         self.is_whole = True
-        """Whether the order is complete: the sampler gives no more."""
+        """The sampler gives no more."""
 
     def append(self, element: object) -> bool:
-        """Add an index, or the indices of a batch. Returns False for anything else."""
+        """Returns False unless this is an index or a batch of indices."""
         try:
             if isinstance(element, (list, tuple)):
                 self.indices.extend(element)
@@ -127,8 +122,7 @@ class PredictedOrder:
 
 
 class DrawnIndices:
-    """The indices that a sampler has given in an epoch. The first ones can be dropped to save
-    memory; positions still count them."""
+    """The first indices can be dropped to save memory; positions still count them."""
 
     def __init__(self) -> None:
         self._kept = PredictedOrder()
@@ -137,7 +131,7 @@ class DrawnIndices:
 
     @property
     def count(self) -> int:
-        """The number of indices, including dropped ones."""
+        """Counts dropped indices, too."""
         return self._dropped + len(self._kept.indices)
 
     def append(self, element: object) -> bool:
@@ -151,14 +145,13 @@ class DrawnIndices:
         return self._kept.indices[max(start - self._dropped, 0) : last]
 
     def end_of(self, batches: int) -> int:
-        if self.count and not self._has_batches:  # single indices: each is a batch
+        if self.count and not self._has_batches:
             return max(min(batches, self.count), 0)
         at = min(batches - self._dropped_batches, len(self._kept.bounds))
         return self._dropped + self._kept.bounds[at - 1] if at > 0 else self._dropped
 
     def drop(self, batches: int, least: int) -> None:
-        """Drop the indices of the first `batches` batches, if there are at least `least` of
-        them."""
+        """If the first `batches` batches have at least `least` indices, drop these."""
         count = self.end_of(batches) - self._dropped
         if count < least:
             return
@@ -230,11 +223,11 @@ def _drawn(iterator: Iterator[object]) -> PredictedOrder | None:
 
 
 def _begun(twin: Iterable[object], like: Iterator[object] | None) -> Iterator[object]:
-    """An iterator of the twin that begins where the sampler's own iterator `like` will begin."""
+    """The iterator begins where `like`, the sampler's own iterator, will begin."""
     begun = iter(twin)
     if hasattr(like, "state_dict") and hasattr(begun, "load_state_dict"):
         state = like.state_dict()  # type: ignore[union-attr] # see the line above
-        if "sampler_state" not in state:  # if the sampler itself has a state, the twin has it
+        if "sampler_state" not in state:
             begun.load_state_dict(state)
     return begun
 
@@ -245,8 +238,8 @@ def is_known(sampler: object) -> bool:
 
 
 def _twin(sampler: object, copies: dict[int, object]) -> Iterable[object] | None:
-    """A copy that can be iterated without a change to the sampler; None if its class is unknown.
-    The copies of its generators are put into `copies`, by the ids of the originals."""
+    """Returns None if the sampler's class is unknown. Puts the copies of its generators into
+    `copies`, by the ids of the originals."""
     if isinstance(sampler, (list, tuple, range)):
         return sampler
     if not is_known(sampler):
@@ -284,7 +277,7 @@ def _can_go_on(twin: object, *, global_generator_too: bool) -> bool:
     are known (`BetweenEpochs`).
     """
     name = type(twin).__name__
-    if name == "ImportanceSampler":  # it draws by values measured in this epoch
+    if name == "ImportanceSampler":
         return False
     if name in DRAWS and getattr(twin, "generator", None) is None and not global_generator_too:
         return False
@@ -300,9 +293,9 @@ def _can_go_on(twin: object, *, global_generator_too: bool) -> bool:
 
 @contextmanager
 def _states_kept() -> Iterator[None]:
-    """Restore the states of the global generators of torch, Python and numpy at the end."""
+    """Restore the global generators of torch, Python and numpy at the end."""
     torch = sys.modules["torch"]
-    # Only if it is imported: its import takes 0.2 s, and gives the generator a random state.
+    # Only if it is imported: its import takes 0.2 s, and gives the generator a random state
     of_numpy = sys.modules.get("numpy.random")
     states = torch.get_rng_state(), random.getstate()
     state_of_numpy = None if of_numpy is None else of_numpy.get_state()
