@@ -52,9 +52,7 @@ Task = Callable[[Comparison, ForecastFiles, Indices | None, OnProgress], Made]
 Progress = MutableSequence[float]
 """The progress of each comparison, 0 to 1, in shared memory."""
 
-_inputs: list[
-    tuple[ForecastFiles, Indices | None, Progress]
-] = []  # one item, in a process of the pool
+_inputs: list[tuple[ForecastFiles, Indices | None, Progress]] = []
 
 
 def compare(
@@ -99,7 +97,7 @@ def compare(
             advice="compare fewer policies with --evict, or fewer --epochs",
         ) from error
     finally:
-        # The pool does not name its processes, and this program has no other children
+        # The pool does not name its processes
         children = {*multiprocessing.active_children()}
         pool.shutdown(wait=False, cancel_futures=True)
         for child in children:
@@ -107,7 +105,7 @@ def compare(
 
 
 def _begin_process(files: ForecastFiles, given: Indices | None, progress: Progress) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _inputs[:] = [(files, given, progress)]
 
 

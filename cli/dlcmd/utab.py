@@ -1,7 +1,4 @@
-"""Adds mounts to libmount's file `utab`, and takes them out, by calls of libmount itself.
-
-A line there with `helper=diesel` makes umount(8) start `umount.diesel` for a mount.
-"""
+"""Adds mounts to libmount's file `utab`, and takes them out, by calls of libmount itself."""
 
 import ctypes
 import os

@@ -62,7 +62,7 @@ after a dataset's last chunk (before its chunks are listed again)."""
 _FETCH_WAIT_S = 60.0
 _LISTING_POLL_S = 0.05
 _MISSED_MAX = 1024  # further misses only fetch the dataset in order
-_OFFERED_BYTES_MAX = 64 << 20  # chunks that readers have read whole, and that wait for the tier
+_OFFERED_BYTES_MAX = 64 << 20
 _NOTED_MAX = 65_536
 _CLOSE_S = 5.0
 
@@ -98,7 +98,6 @@ class ReadThroughCache(StoreWrapper):
         self._offered_bytes = 0
         # Datasets to fetch whole: the rest of the listing
         self._datasets: OrderedDict[UUID, Iterator[ObjectInfo]] = OrderedDict()
-        # When a chunk, or a dataset by its identity, is tried again
         self._not_before: OrderedDict[ChunkKey | UUID, float] = OrderedDict()
         self._full_tier = CircuitBreaker(1, RETRY_S)
         self._credit_s: OrderedDict[ChunkKey, float] = OrderedDict()
@@ -314,7 +313,6 @@ class ReadThroughCache(StoreWrapper):
         except DieselError as error:
             return self._failed(key, error)
         if reservation is None:
-            # The tier has the chunk, or another thread or process is bringing it
             return True
         try:
             content = self._checked_chunk(key, missed, size)

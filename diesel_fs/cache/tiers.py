@@ -75,7 +75,6 @@ class CacheTier(ABC):
     """The name in statistics: `memory` or `disk`."""
 
     prefetches_datasets: bool
-    """Whether a miss should fetch the whole dataset."""
 
     @abstractmethod
     def find(self, key: ChunkKey) -> CacheHandle | None:

@@ -29,9 +29,9 @@ _T = TypeVar("_T")
 class WaitCause(IntEnum):
     """The cause of a wait. If work waits for several causes at once, the greatest counts."""
 
-    MOUNT = 0  # the mount's own work
+    MOUNT = 0
     METADATA = 1
-    PREFETCH = 2  # the prefetch worker, which is about to push the file
+    PREFETCH = 2
     DECOMPRESSION = 3
     PEER = 4
     STORE = 5
@@ -40,13 +40,9 @@ class WaitCause(IntEnum):
 class WaitObserver(Protocol):
     """Called by any thread, also by several at once."""
 
-    def enter(self, cause: WaitCause) -> None:
-        """The work begins to wait for this cause."""
-        ...
+    def enter(self, cause: WaitCause) -> None: ...
 
-    def leave(self, cause: WaitCause) -> None:
-        """The work no longer waits for this cause."""
-        ...
+    def leave(self, cause: WaitCause) -> None: ...
 
 
 _observer: ContextVar[WaitObserver | None] = ContextVar("diesel_wait_observer", default=None)

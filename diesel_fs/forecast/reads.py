@@ -7,7 +7,7 @@ All files of one chunk in one push are one *access* to the cache. So a chunk is 
 epoch in chunk-wise order, and nearly once for each of its files in a full shuffle.
 
 A *row* is one file that one rank reads. The rows of an epoch are sorted by push, chunk and place in
-the chunk, as the mount reads them. Empty files have no rows. A million files take about a second.
+the chunk, as the mount reads them. Empty files have no rows.
 """
 
 from dataclasses import dataclass
@@ -49,8 +49,7 @@ class ForecastFiles:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> "ForecastFiles":
-        """All files of a snapshot. Raises UsageError if it has none, CorruptError if it is
-        damaged."""
+        """Raises UsageError if it has none, CorruptError if it is damaged."""
         entries = snapshot.files()
         if not len(entries):
             raise UsageError(f"{snapshot.dataset} has no files, so there is nothing to plan")
@@ -84,7 +83,7 @@ class ForecastFiles:
 def epoch_order(
     job: ForecastJob, files: ForecastFiles, epoch: int, given: Indices | None = None
 ) -> Indices:
-    """The order of each rank in an epoch: indices of `files`, of the shape (ranks, places).
+    """The result has indices of `files`, of the shape (ranks, places).
 
     All ranks' order is `given` by the user, or drawn from the job's seed.
     """
@@ -153,16 +152,16 @@ class MergeLimits:
 
 
 IN_TASK = MergeLimits(_LIMITS.batched_gap_bytes, _LIMITS.batched_gap_bytes, _LIMITS.span_bytes)
-"""The limits of reads from the store that a task's cache does not keep."""
+"""Reads from the store that a task's cache does not keep."""
 
 ALONE = MergeLimits(_LIMITS.gap_bytes, _LIMITS.sparse_gap_bytes, _LIMITS.slow_span_bytes)
-"""The limits of a mount without a cache, at a slow store."""
+"""Reads of a mount without a cache, at a slow store."""
 
 
 def cut_epoch(
     job: ForecastJob, files: ForecastFiles, order: Indices, *, push_files: int = 0
 ) -> EpochReads:
-    """Cut the orders of all ranks in one epoch (`epoch_order`) into pushes, accesses and rows.
+    """Cut the orders of all ranks (`epoch_order`).
 
     Pushes follow the mount's rule, or, if `push_files` is not 0, each has the next `push_files`
     files of the rank's order, as in other systems.
@@ -178,7 +177,6 @@ def cut_epoch(
         push_of, rank, first = _mount_pushes(job, files, order)
     flat_file, flat_push = order.reshape(-1), push_of.reshape(-1)
     by_place = np.lexsort((files.offset[flat_file], files.chunk[flat_file], flat_push))
-    # The fraction of a push's bytes that have arrived once each of its files has
     so_far = np.cumsum(files.stored[flat_file[by_place]])
     push_bytes = np.bincount(flat_push, files.stored[flat_file], len(rank))
     before = np.cumsum(push_bytes) - push_bytes

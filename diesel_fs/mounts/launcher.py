@@ -112,7 +112,7 @@ def mount(
             _start(request, program, deadline_s)
     except BaseException as error:
         if isinstance(error, DeadlineError) or not isinstance(error, Exception):
-            with suppress(DieselError):  # nothing may be mounted
+            with suppress(DieselError):
                 umount(request.mountpoint, force=True)
         else:
             with suppress(DieselError):  # the daemon may have been killed after it had mounted
@@ -346,8 +346,8 @@ def _check_retired_trees(found: DatasetMount, own: Sequence[int]) -> None:
 
 
 def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience: Patience) -> None:
-    """The connection with the kernel ends first, so that no later step can wait for the daemon."""
     path, device = found.path, found.device
+    # The connection with the kernel ends first, so that no later step can wait for the daemon
     abort_file = syscalls.open_abort(device)
     try:
         if is_mounted(path, device):  # otherwise the mount has ended by itself

@@ -71,7 +71,7 @@ class MountRequest(DaemonRequest):
         if self.metrics:
             parse_endpoint(self.metrics, default_host=LOOPBACK)
         for name, number in (("uid", self.uid), ("gid", self.gid)):
-            if number > ID_MAX:
+            if not -1 <= number <= ID_MAX:
                 raise UsageError(f"no {name} is {number}: the greatest is {ID_MAX}")
         if self.memory_bytes > memory_limit_bytes():
             raise UsageError(

@@ -117,7 +117,7 @@ class MountSource:
     and leaves it when the mount switches to another version."""
 
     def __init__(self) -> None:
-        self._stores: dict[int, TaskStore] = {}  # by version
+        self._stores: dict[int, TaskStore] = {}
         self._current_version = 0  # 0 before the task's cache is joined
         self._is_registered = False  # as a job in a cache folder
 
@@ -315,7 +315,6 @@ def node_map_file(diff: SnapshotDiff, nodes: npt.NDArray[np.uint64] | None) -> i
 def read_node_map(
     descriptor: int, entry_count: int
 ) -> tuple[npt.NDArray[np.uint64] | None, OldIndices, OldIndices]:
-    """The columns of `node_map_file`."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     start = len(mapped) - 8 * entry_count
     nodes = np.frombuffer(mapped, np.uint64, entry_count) if start else None
@@ -330,7 +329,7 @@ def map_snapshot(descriptor: int) -> Snapshot:
 
 
 def _log_place(request: MountRequest, repository: Repository, snapshot: Snapshot) -> str:
-    """The folder of a dataset in the cache folder, which need not exist."""
+    """The folder need not exist."""
     store = repository.objects.store_id
     return f"{request.log_folder}/{store.hex}/{snapshot.identity.hex}"
 

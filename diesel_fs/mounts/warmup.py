@@ -72,7 +72,6 @@ SAMPLE_ENTRIES = 1024
 file with a probability of 99 %."""
 
 READERS = 8
-"""Files that are read at once if the mount pushes nothing."""
 
 READ_BYTES = 1 << 20
 
@@ -280,7 +279,7 @@ class Warmup:
         try:
             return pushing.run()
         finally:
-            with suppress(DieselError):  # the mount may have ended
+            with suppress(DieselError):
                 control.withdraw(name)
 
     @property
@@ -392,8 +391,6 @@ class _Pushed:
 
 
 class _Pushing:
-    """Watches the pushes of a plan, and moves the plan's reader on."""
-
     def __init__(
         self,
         control: Control,
@@ -486,7 +483,7 @@ class _Pushing:
         self._control.progress(self._name, position)
 
     def _pass(self, position: int) -> None:
-        """Moves the reader's position. Passed files that are not resident could not be pushed."""
+        """Passed files that are not resident could not be pushed."""
         passed = self._order[self._position : max(position, self._position)]
         if len(passed):
             self._failed.append(passed[~self._control.resident(passed)])
@@ -507,8 +504,6 @@ def _failed_pushes(residency: Mapping[str, object]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """Reads that a cache of chunks has served, and reads that went to the store."""
-
     hits: int = 0
     misses: int = 0
 

@@ -14,6 +14,7 @@ from .objects.folder import FolderStore
 from .objects.store import ObjectStore
 
 METADATA_FILE = "meta.sqlite"
+
 ObjectsOpener = Callable[[RepositoryUrl, bool], ObjectStore]
 """If the second argument is True, it makes a missing store."""
 

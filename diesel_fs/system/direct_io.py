@@ -13,7 +13,7 @@ import numpy as np
 from .syscalls import cached_bytes
 
 BLOCK_BYTES = 4096
-"""The largest block of disks in use, and a page: places in files and memory are multiples of it."""
+"""The largest block of disks in use, and a page."""
 
 
 def set_direct(fd: int, *, wanted: bool) -> bool:
@@ -39,7 +39,7 @@ def read_once(fd: int, size: int, room: memoryview) -> None:
         try:
             got = os.preadv(fd, [room[done:]], done)
         except OSError as error:
-            if not is_direct or error.errno != errno.EINVAL:  # other blocks, or an odd length
+            if not is_direct or error.errno != errno.EINVAL:
                 raise
             is_direct = not set_direct(fd, wanted=False)
             continue

@@ -10,11 +10,11 @@ import time
 
 _CONTROL = "/dev/loop-control"
 _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A
-_CONFIG = struct.Struct("II 52xI 240x")  # the file, the block size, the flags
+_CONFIG = struct.Struct("II 52xI 240x")
 _READ_ONLY, _AUTOCLEAR = 1, 4
 
 _DEADLINE_S = 5.0
-"""The time for all tries: processes that want a device at once are all offered the same one."""
+"""All processes that want a device at once are offered the same one."""
 
 _PAUSE_S = 0.001
 

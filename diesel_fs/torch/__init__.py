@@ -30,6 +30,7 @@ _MODULE_OF = {
     "Loss": "importance",
     "ManifestFolder": "manifest_folder",
 }
+
 __all__ = ["join", *_MODULE_OF]  # noqa: PLE0604  # all of it is text
 
 

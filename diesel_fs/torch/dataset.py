@@ -117,7 +117,6 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         self.transform = transform
         self.target_transform = target_transform
         self.target_loader = target_loader
-        # The process that called `announce`, and its arguments
         self._order: tuple[int, Indices, Indices] | None = None
         self._follower = 0  # the process that loads in an announced order; 0: none
         self._dataset = connect(name, **options)
@@ -192,7 +191,7 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         targets: Iterable[object] = self._samples.targets(wanted)
         if isinstance(self._samples, ManifestSamples):
             if self._samples.target_entries is not None:
-                contents = iter([*contents])  # all of them, before the targets' files are read
+                contents = iter([*contents])
             targets = self._targets(self._samples, wanted)
         samples = map(self.loader, contents)
         if self.transform is not None:

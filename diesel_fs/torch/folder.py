@@ -63,7 +63,6 @@ class ManifestSamples:
     classes: list[str]
     entries: npt.NDArray[np.int32]
     numbers: npt.NDArray[np.int32]
-    """Each sample's target, as an index of `classes`."""
     target_entries: npt.NDArray[np.int32] | None
     """The entry of each of `classes` if the targets are files, otherwise None."""
     broken: frozenset[int] = frozenset()

@@ -63,7 +63,6 @@ _OF_FSSPEC = {
 _OPTIONS = ("repository", "user", "key", "memory_bytes", *sorted(TaskKwargs.__optional_keys__))
 
 _SECRETS = {"key": "DIESEL_KEY", "task_key": "DIESEL_TASK_KEY"}
-"""The secret options, and the environment variable of each."""
 
 _Key = tuple[str, str, str]
 _open: dict[_Key, Dataset] = {}  # of all instances; changed with `_opening` held, or by `close`
@@ -79,9 +78,9 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class _Address(NamedTuple):
-    server: str  # "" for the repository of the options
+    server: str  # its URL; "" for the repository of the options
     dataset: str  # NAME or NAME@VERSION; "" for the repository's root
-    path: str  # below the dataset
+    path: str
 
 
 class _Entry(NamedTuple):
@@ -119,7 +118,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         if "fo" in options:
             raise UsageError("diesel:// cannot be opened on top of another file system")
         for name in sorted(options.keys() - _OF_FSSPEC - TaskKwargs.__optional_keys__):
-            if name == "url":
+            if name == "url":  # otherwise another repository would be read
                 raise UsageError(
                     "diesel:// has no option 'url'", advice=f"known: {', '.join(_OPTIONS)}"
                 )
@@ -139,7 +138,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         known = _OF_FSSPEC.union(_OPTIONS)  # options that are not known may hold a secret
         options = {name: each for name, each in self.storage_options.items() if name in known}
         secrets = dict(_SECRETS)
-        if "@" in (options.get("repository") or ""):
+        if "@" in (options.get("repository") or ""):  # it may hold a password
             secrets["repository"] = "DIESEL_URL"
         for name, variable in secrets.items():
             if (value := options.pop(name, None)) and value != os.environ.get(variable):

@@ -64,7 +64,6 @@ _PENDING_MAX = 1 << 16
 
 _Batch = TypeVar("_Batch", covariant=True)
 Numbers: TypeAlias = "Tensor | npt.NDArray[np.int64] | Sequence[int]"
-"""Indices of samples in the dataset."""
 
 Losses: TypeAlias = "Tensor | npt.NDArray[np.float32 | np.float64] | Sequence[float]"
 
@@ -431,7 +430,6 @@ class ImportanceSampler(ChunkShuffleSampler):
         return np.concatenate([each for each, _ in parts]), np.concatenate([to for _, to in parts])
 
     def _chunk_wise(self, samples: Indices, epoch: int) -> tuple[Indices, Indices]:
-        """The samples in chunk-wise order, and the group of each."""
         files = self._files.files.subset(samples)
         sequence, group = files.shuffled(self.seed, epoch, self.group_size)
         return samples[sequence], group
@@ -518,7 +516,6 @@ class ImportanceSampler(ChunkShuffleSampler):
         return drawn
 
     def _claims(self, epoch: int) -> tuple[int, ...]:
-        """One for each of `_DIFFERENCES`."""
         files = self._files
         samples = f"{files} {files.identity} {self._digest}"
         arguments = repr((self.seed, self.group_size, self.drop_last, self.rule, self.warm_up))
@@ -601,7 +598,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         self._send(send)
 
     def _send(self, send: Callable[[Control], None]) -> None:
-        """Does nothing if the samples have no mount. An error is logged once, and training goes on."""
+        """Does nothing without a mount. An error is logged once, and training goes on."""
         files, mount = self._files, self._files.mount
         if mount is None:
             return

@@ -13,7 +13,6 @@ from .hook.diesel_hook import has_joined, install
 from .hook.diesel_hook.link import HookSettings
 
 AHEAD_MAX = 7
-"""The most epochs that may be announced besides the current one."""
 
 SHUFFLES = ("full", "chunk")
 _END_S = 10.0  # the wait for the planner to end, at exit
@@ -68,7 +67,7 @@ def join(
 def received(sampler: object) -> int | None:
     """The number of a sampler's indices in the batches that a loop has received in this epoch. None
     if the number is not known, for example if this process has not joined."""
-    for name in ("diesel_hook.loaders", _HOOK_LOADERS):  # of `dlcmd run`, and of `join`
+    for name in ("diesel_hook.loaders", _HOOK_LOADERS):
         loaders = sys.modules.get(name)
         if loaders is not None:
             position: int | None = loaders.received(sampler)

@@ -147,10 +147,7 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class _Progress:
-    """The loader and its current iterator share it."""
-
     received: int = 0
-    """The samples in the batches that the loop has received."""
 
 
 class _AutoIterator(Iterator[_Batch]):
@@ -252,8 +249,6 @@ class _AutoIterator(Iterator[_Batch]):
 
 
 class _Source:
-    """The iterator over the sampler, from which all segments of an epoch draw."""
-
     def __init__(self, inner: Iterator[object]) -> None:
         self._inner = inner
         self.is_over = False
@@ -270,7 +265,6 @@ class _Source:
 class _Setting:
     dataset: object
     has_batches: bool
-    """Whether the sampler gives batches of indices."""
     prefetch: int
     always: dict[str, object]
     with_workers: dict[str, object]
@@ -356,7 +350,7 @@ class _HandOver:
 
 class _Window:
     def __init__(self) -> None:
-        self._left_s = 0.0  # when the loop got its last batch
+        self._left_s = 0.0
         self._workers = 0
         self._clear()
 

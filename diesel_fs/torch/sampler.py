@@ -82,8 +82,8 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self._files: SampleSource = sample_files(dataset)
         self._digest = self._files.digest
         self._diesel_dataset = dataset if isinstance(dataset, DieselDataset) else None
-        self._next: EpochPlace | None = None  # None: the beginning
-        self._last: _Iteration | None = None  # the last one of this epoch
+        self._next: EpochPlace | None = None  # the start of the next iteration; None: the beginning
+        self._last: _Iteration | None = None
         self._has_set_epoch = True  # False after a state was loaded
         self._warned: list[str] = []
 
@@ -233,7 +233,6 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         }
 
     def _count(self, epoch: int) -> int:
-        """The number of samples of an epoch, of all ranks together."""
         return len(self._files)
 
     def _shuffled(self, place: EpochPlace) -> tuple[Indices, Indices]:

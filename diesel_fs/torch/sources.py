@@ -69,7 +69,6 @@ def sample_files(dataset: object) -> SampleSource:
 
 
 def _found(dataset: object) -> tuple[Snapshot, Indices, str | None]:
-    """The snapshot, the entry of each sample (a file or a link), and the mount point or None."""
     if isinstance(dataset, DieselDataset):
         return dataset.snapshot, dataset.entries(), None
     if isinstance(dataset, Subset):

@@ -15,7 +15,7 @@ import torch
 
 _MEMORY_EVERY = 25  # batches: a measurement takes about 1 ms
 
-_began_s = 0.0  # when this process took the current batch's indices
+_began_s = 0.0
 
 
 class OnItsWay:

@@ -3,14 +3,14 @@
 `WorkerController` follows DLCache, section III-E (algorithm 2): it chooses just enough workers that
 a batch is ready whenever the loop requests one (time to fetch a batch / time between two requests),
 within the limits of cores and memory. DLCache takes the time to fetch a batch as independent of the
-number of workers. But workers share cores and bandwidth, so here it comes from a model as in
+number of workers. But workers share cores and bandwidth, so here this time comes from a model as in
 Lobster (ICPP 2022), section 4.1: for each size of samples, a piece-wise linear function of the
 number of workers gives the time for one sample. A size without measurements uses the function of
 the nearest size. If no number of workers suffices, the controller chooses the smallest number that
 nearly reaches the highest rate.
 
 A measurement moves the whole function of its size up or down, since changes over time (for example,
-a cache gets warm) affect all numbers of workers.
+a cache gets warm) affect all numbers of workers. Pure: no clock and no I/O.
 """
 
 from bisect import bisect_left
@@ -37,7 +37,6 @@ class Measured:
 
     workers: int
     fetch_s: float
-    """One worker's time for a batch: reading, decoding, transforming, collating."""
     request_s: float
     """The loop's own time: from a batch to its next request."""
     batch_samples: float
@@ -126,7 +125,7 @@ class WorkerController:
         samples = max(measured.batch_samples, 1.0)
         self.model.learn(measured.sample_bytes, measured.workers, measured.fetch_s / samples)
         current = max(measured.workers, 1)
-        rates: dict[int, float] = {}  # batches per second
+        rates: dict[int, float] = {}
         for workers in range(1, self._most(measured) + 1):
             batch_s = samples * self.model.predict(measured.sample_bytes, workers)
             if batch_s <= 0:

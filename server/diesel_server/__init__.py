@@ -10,6 +10,4 @@ life of a connection, which calls everything else.
 | `connections` | how bytes become requests, and when a client is refused |
 | `accounts` | how a login is checked, and the requests that change accounts |
 | `requests` | what each request about datasets does, and which role it needs |
-
-`limits.py` has every limit with its reason.
 """

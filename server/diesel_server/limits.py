@@ -52,8 +52,8 @@ GREETING_MAX = 1024
 
 GREETING_PER_NETWORK_MAX = 256
 """Connections of one network before their login: enough for the processes of a node, which start at
-once and log in within milliseconds. If there are more, `greeting` closes a random one, so that a
-client that connects all the time does not keep out users with a key."""
+once and log in within milliseconds. Beyond it, `greeting` closes a random one, so that a client
+that connects all the time does not keep out users with a key."""
 
 REFUSING_S = 2.0
 
@@ -61,7 +61,6 @@ REFUSING_MAX = 64
 """Beyond this number at once, clients are closed without a sentence."""
 
 FILES_RESERVED = 256
-"""These descriptors are for stores, caches and logs."""
 
 REQUESTS_PER_CONNECTION_MAX = 64
 """With more requests under way, a connection is not read until one has ended."""
@@ -118,7 +117,7 @@ def network_of(address: str) -> str:
 
 
 class Rate(NamedTuple):
-    """Allows `burst` events at once, and then one every `each_s` seconds."""
+    """Allows `burst` events at once, then one every `each_s` seconds."""
 
     burst: int
     each_s: float
@@ -133,7 +132,7 @@ class RateLimiter:
         self._rate = rate
         self._clock = clock
         self._keys_max = keys_max
-        self._free_s: OrderedDict[Hashable, float] = OrderedDict()  # when the burst is free again
+        self._free_s: OrderedDict[Hashable, float] = OrderedDict()
 
     def is_full(self, key: Hashable) -> bool:
         burst_s = self._rate.burst * self._rate.each_s
@@ -223,7 +222,7 @@ class LimitReached(Exception):
 
 
 class ConnectionLimits:
-    """Counts all connections, those before their login by network, and those after it by user."""
+    """All connections are counted; by network before their login, by user after it."""
 
     def __init__(
         self,

@@ -8,7 +8,13 @@ import pytest
 
 from diesel_fs.client.dataset import connect
 from diesel_fs.credentials import key_text
-from diesel_fs.errors import ConflictError, ForeignError, MetadataError, NoSuchDataset
+from diesel_fs.errors import (
+    ConflictError,
+    ForeignError,
+    MetadataError,
+    NoSuchDataset,
+    UsageError,
+)
 from diesel_fs.mounts import MountRequest
 from diesel_fs.mounts.source import MemorySplit, MountSource, OpenedSnapshot
 from diesel_fs.peers.members.options import TaskOptions
@@ -210,3 +216,11 @@ def test_the_parts_of_the_memory_add_up_to_the_whole() -> None:
         shares = MemorySplit(total_bytes)
         assert shares.server_bytes + shares.push_bytes == total_bytes
         assert shares.push_bytes > total_bytes // 2
+
+
+@pytest.mark.parametrize("name", ["uid", "gid"])
+def test_a_negative_owner_is_refused(name: str) -> None:
+    request = MountRequest(url="file:///x", dataset="pets", mountpoint="/mnt")
+    request.check()  # -1: the user of this process
+    with pytest.raises(UsageError, match=f"no {name} is -5"):
+        (replace(request, uid=-5) if name == "uid" else replace(request, gid=-5)).check()

@@ -109,7 +109,6 @@ def _addresses(
     flags = context.find_object(Flags)
     if flags is None or incomplete[:1] in ("/", ".", "~"):
         return
-    # These take longer to import than a verb to complete
     from diesel_fs.format.entries import Kind  # noqa: PLC0415
     from diesel_fs.remote.open import open_configured  # noqa: PLC0415
     from diesel_fs.storage.objects.cloud.direct import open_buckets_directly  # noqa: PLC0415

@@ -37,8 +37,7 @@ class FieldOption:
 def options_of(
     request: type[object], into: str, **options: FieldOption
 ) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
-    """Adds the options in this order. A bool becomes a flag. Several decorators may fill the dict
-    `into`."""
+    """Adds the options in this order. Several decorators may fill the dict `into`."""
     defaults = {each.name: each.default for each in fields(request)}  # type: ignore[arg-type]  # a dataclass
 
     def decorate(command: Callable[_P, None]) -> Callable[_P, None]:
@@ -59,7 +58,7 @@ def options_of(
                 option, *names, type=each.type, metavar=each.metavar, help=each.help,
                 is_flag=is_flag, multiple=each.multiple, required=each.required,
             )  # fmt: skip
-            if is_flag or each.shows_default:  # to click, a default of None is one, too
+            if is_flag or each.shows_default:
                 described = partial(described, default=default, show_default=each.shows_default)
             with_options = described()(with_options)
         return with_options

@@ -152,7 +152,7 @@ def global_options(command: _Command) -> _Command:
 
 
 def verb(name: str) -> Callable[[Callable[_P, None]], click.Command]:
-    """Makes a function a verb with the global options. Its docstring is the verb's help."""
+    """Makes a function a verb with the global options. The function's docstring is the verb's help."""
 
     def decorate(function: Callable[_P, None]) -> click.Command:
         return global_options(click.command(name, context_settings=HELP_NAMES)(function))
@@ -205,7 +205,7 @@ def duration(text: str) -> int:
 
 
 ALL_VERSIONS = -1
-"""The version in an address `DATASET@`, which means all kept versions."""
+"""`DATASET@` means all kept versions."""
 
 
 def check_dataset_argument(text: str) -> str:

@@ -138,7 +138,7 @@ def _opened_file(name: str) -> Iterator[BinaryIO]:
     try:
         yield file
     finally:
-        with suppress(OSError):  # closing a file that was only read loses nothing
+        with suppress(OSError):
             file.close()
 
 

@@ -142,8 +142,7 @@ def total(values: Metrics, name: str) -> float:
 def _rates(
     before: tuple[float, Metrics] | None, after: tuple[float, Metrics] | None
 ) -> dict[str, float]:
-    """Returns figures per second, or {} without two samples. After a restart of the server, a rate
-    is 0 instead of negative."""
+    """After a restart of the server, a rate is 0 instead of negative."""
     if before is None or after is None or after[0] <= before[0]:
         return {}
     passed_s = after[0] - before[0]

@@ -73,7 +73,7 @@ def _page_files() -> Mapping[str, HttpAnswer]:
 
 
 def _number(text: str) -> float | None:
-    """Returns None for a negative or infinite number, too."""
+    """Returns None also for a negative or infinite number."""
     try:
         value = float(text)
     except ValueError:

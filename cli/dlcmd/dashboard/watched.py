@@ -36,7 +36,7 @@ class Watched(ABC):
         self._requested_s = 0.0
         self._wanted = threading.Event()
         self._is_ended = False
-        # A daemon thread, so that a hanging system call does not keep the program from ending
+        # A hanging system call must not keep the program from ending
         self._thread = threading.Thread(target=self._run, name=f"watched {source_id}", daemon=True)
         self._thread.start()
 

@@ -37,7 +37,7 @@ from .findings import Finding
 from .probes import Emit, Probe
 
 COPIES = ("snapshots", "images")
-"""A copy's name ends with the ID of the boot in which it was made."""
+"""A name ends with the ID of the boot in which the copy was made."""
 
 
 def fuse_facts() -> FuseFacts:

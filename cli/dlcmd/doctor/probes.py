@@ -18,8 +18,7 @@ from .findings import Finding, State
 Emit = Callable[[Finding], None]
 
 LIMIT_S = 12.0
-"""An object store may need some seconds for its first answers; nobody waits for a doctor for a
-minute."""
+"""An object store may need some seconds for its first answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,6 @@ class Probe:
 
     check: str
     what: str
-    """The name in messages, such as `the store at s3://...`."""
     work: Callable[[Emit], None]
     late_cure: str
     limit_s: float = LIMIT_S
@@ -47,7 +45,7 @@ class Probe:
 
 
 def run_probes(probes: Sequence[Probe]) -> list[Finding]:
-    """Each warning that the library logs meanwhile is a finding, too."""
+    """Warnings that the library logs meanwhile are findings, too."""
     found: list[list[Finding]] = [[] for _ in probes]
     threads = [
         threading.Thread(target=_run, args=(probe, each.append), daemon=True)
@@ -58,7 +56,7 @@ def run_probes(probes: Sequence[Probe]) -> list[Finding]:
         for probe, thread, each in zip(probes, threads, found, strict=True):
             try:
                 thread.start()
-            except (RuntimeError, MemoryError):  # this user's processes, or memory, are at a limit
+            except (RuntimeError, MemoryError):
                 each.append(_not_started(probe))
         for probe, thread in zip(probes, threads, strict=True):
             if thread.ident is not None:

@@ -84,7 +84,7 @@ def known_secrets(
         yield from passwords_in(value if "://" in value else f"://{value}")
     files = [env.get("DIESEL_REDIS_PASSWORD_FILE", "")]
     files.append(env.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials"))
-    with suppress(DieselError):  # without a home folder there is no such file
+    with suppress(DieselError):
         files.append(str(config_file()))
     if settings is not None:
         files.append(settings.key_file)

@@ -58,7 +58,7 @@ class MountSamples:
             if self._control is not None:
                 try:
                     return self._control.stats()
-                except DieselError:  # it has ended, or its prefetch worker is busy
+                except DieselError:
                     self._check_there()
             return stats_of(self._found.path)
         except DieselError:

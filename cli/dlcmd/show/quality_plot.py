@@ -1,7 +1,4 @@
-"""Draws how well orders mix, over the size of their groups, as an SVG. Pure.
-
-Colours work on light and dark backgrounds.
-"""
+"""Draws how well orders mix, over the size of their groups, as an SVG. Pure."""
 
 import math
 from html import escape
@@ -11,7 +8,7 @@ from diesel_fs.orders.quality import OrderQuality, QualityReport
 from .output import bytes_text
 
 _WIDTH, _HEIGHT = 760, 430
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 150, 50, 90  # margins
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 150, 50, 90
 _LINE, _END = "#2f7ed8", "#888888"
 _PERCENT_STEP = 20
 _TEXT_HEIGHT = 15

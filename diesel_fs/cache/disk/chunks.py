@@ -33,6 +33,8 @@ _WRITE_BYTES_MAX = 64 << 20  # in one call: signals are handled between calls
 
 
 class DiskTier(CacheTier):
+    """Chunks of one store in a cache's folder (see the package)."""
+
     kind = "disk"
     prefetches_datasets = True
 
@@ -91,7 +93,7 @@ class DiskTier(CacheTier):
             self._checked_s.pop(key, None)
             return None
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
+            if error.errno in (errno.ELOOP, errno.ENXIO):
                 folder.clear(path)
             elif error.errno not in (errno.EMFILE, errno.ENFILE):
                 folder.reads.failed(error)
@@ -182,6 +184,7 @@ class DiskTier(CacheTier):
         return reservation
 
     def _reserve(self, ledger: FolderLedger, key: ChunkKey, size: int) -> Reservation | None:
+        """Needs the folder's lock."""
         if self.holds(key):
             return None
         place = self.folder.dataset(key.identity)
@@ -196,7 +199,7 @@ class DiskTier(CacheTier):
             if not try_lock(file, fcntl.LOCK_EX):
                 os.close(file)
                 return None
-            counted = os.fstat(file).st_size  # room that a writer reserved before it died
+            counted = os.fstat(file).st_size
             os.ftruncate(file, 0)
             ledger.add(-counted)
             if not ledger.make_room(size, place):

@@ -130,7 +130,6 @@ class CacheFolder:
         self.read_only_reason = ""
         """Why nothing can be written here; "" if it can. Chunks are read all the same."""
         self.evictions = 0
-        """Files that were evicted for any reason."""
         self.room_evictions = self.room_evicted_bytes = 0
         """The number and bytes of the evictions that made room, from any dataset."""
         self.reads = DiskBreaker(self.root, "read from", clock)
@@ -225,6 +224,7 @@ class CacheFolder:
         return True
 
     def close(self) -> None:
+        """Repeatable."""
         self.readers.close()
 
     def _settle_limit(self, half_bytes: int) -> None:
@@ -321,7 +321,6 @@ class FolderLedger:
         return [files[number] for number in order.tolist()]
 
     def _scan(self) -> Iterator[_CachedFile]:
-        """All chunks of all stores, also chunks that are being written, and all order logs."""
         for folder in dataset_folders_in(self._folder.root):
             dataset = find_dataset(folder)
             with os.scandir(folder) as entries:
@@ -404,6 +403,7 @@ class WaitingReaders:
             os.close(file)
 
     def close(self) -> None:
+        """Repeatable."""
         with self._lock:
             if self._file >= 0:
                 os.close(self._file)

@@ -27,7 +27,7 @@ class CacheJobs:
     def __init__(self, folder: CacheFolder) -> None:
         self._folder = folder
         self._touched_s: dict[UUID, float] = {}
-        self._pins: dict[UUID, int] = {}  # descriptors of locked `.used` files
+        self._pins: dict[UUID, int] = {}
 
     def note_use(self, identity: UUID) -> None:
         now_s = self._folder.clock()

@@ -43,9 +43,11 @@ def cached_datasets(path: Path) -> list[CachedDatasetUse]:
 
 @dataclass(frozen=True, slots=True)
 class CachedFiles:
+    """A dataset's files, by their names."""
+
     chunks: tuple[ChunkId, ...]
     """Their bytes were not checked."""
-    has_logs: bool  # they have contents of the dataset, too
+    has_logs: bool
 
 
 def dataset_folders(path: Path) -> dict[str, UUID]:

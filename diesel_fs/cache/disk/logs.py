@@ -36,7 +36,6 @@ class OrderLogFiles:
 
     @property
     def limit_bytes(self) -> int:
-        """The limit of the whole cache folder."""
         return self._folder.limit_bytes
 
     def names(self) -> list[str]:

@@ -30,6 +30,7 @@ class References:
 
     @classmethod
     def parse(cls, content: bytes) -> "References | None":
+        """None if `content` is not a sound record."""
         if len(content) != _RECORD.size:
             return None
         magic, crf, hour, checksum = _RECORD.unpack(content)

@@ -77,7 +77,7 @@ def disk_speed(folder: str, measure: Callable[[str], DiskSpeed] | None = None) -
         return None
     try:
         for how in (fcntl.LOCK_SH, fcntl.LOCK_EX):
-            fcntl.flock(file, how)  # another process may be measuring
+            fcntl.flock(file, how)
             known = DiskSpeed.parse(os.pread(file, 4096, 0))
             if known is not None:
                 return known
@@ -144,13 +144,13 @@ def _trial_file(path: str) -> Iterator[int]:
     """A new file without a name, read and written past the page cache if the file system can."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | FILE_FLAGS
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # of a process that was killed
+        os.unlink(path)
     try:
         file = os.open(path, flags | os.O_DIRECT, 0o600)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        file = os.open(path, flags & ~os.O_EXCL, 0o600)  # the first attempt may have made it
+        file = os.open(path, flags & ~os.O_EXCL, 0o600)
     try:
         os.unlink(path)
         yield file

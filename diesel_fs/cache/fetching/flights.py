@@ -22,14 +22,14 @@ class Flight(Generic[Content]):
 
     def __init__(self) -> None:
         self.is_wanted = True
-        """Whether the owner shall keep the content when it arrives."""
         self._is_claimed = False
-        self._ended: threading.Event | None = None
+        self._ended: threading.Event | None = None  # None: nobody waits
         self._content: Content | None = None
         self._error: BaseException | None = None
 
     def claim(self) -> bool:
-        """Whether the caller shall do the read; else it may wait for `result`."""
+        """Whether the caller shall do the read; else it may wait for `result`. Called under the
+        owner's lock, while the read is in the owner's table."""
         if not self._is_claimed:
             self._is_claimed = True
             return True
@@ -85,7 +85,6 @@ class FlightTable(dict[tuple[Chunk, int, int], Read]):
         return read
 
     def covering(self, span: tuple[Chunk, int, int]) -> tuple[Chunk, int, int] | None:
-        """A span under way that contains this one."""
         return span if span in self else _covering(self._by_chunk.get(span[0], ()), span)
 
     def larger(

@@ -23,7 +23,6 @@ _ROW = np.dtype([(name, "<u8" if name == "checksum" else "<i8")
                  for name in ("entry", *Extent._fields)])  # fmt: skip
 
 Rows = npt.NDArray[np.void]
-"""Extents, with the fields of `Extent` and the entry of each."""
 
 
 class ReadPlan(NamedTuple):

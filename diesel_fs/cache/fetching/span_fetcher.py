@@ -52,7 +52,6 @@ Contents: TypeAlias = dict[Span, memoryview]
 class Arrived(NamedTuple):
     contents: Contents
     is_checked: bool
-    """Whether the bytes of each extent match its checksum."""
 
 
 class _Asked:
@@ -72,7 +71,7 @@ class _Asked:
         self._note = note
         self._asked_s = time.monotonic()
         parts = np.array(spans, np.uint32)
-        self._places = reader.places(parts[:, 0].astype(np.int64))  # by span
+        self._places = reader.places(parts[:, 0].astype(np.int64))
         self.bytes = int(parts[:, 2].sum(dtype=np.int64))
         reading = reader.begin(parts)
         self._reading = reading if threads is None else _Ahead(reading, threads)
@@ -182,7 +181,6 @@ class SpanFetcher:
 
     @property
     def reads_at_once(self) -> bool:
-        """Several at a time, since the store is slow."""
         return not self._reads.batches_reads and self._stored.is_slow
 
     def has_any_in_flight(self, spans: Sequence[Span]) -> bool:
@@ -292,7 +290,6 @@ class SpanFetcher:
             raise
 
     def _forget(self, failed: _Asked) -> None:
-        """Units request the other spans of a failed request again."""
         for span in failed.spans:
             if self._flights.get(span) is failed:
                 self._take(span)
@@ -305,12 +302,13 @@ class SpanFetcher:
         """Cut a span out of a larger one in flight, which stays there for the unit that it was
         begun for."""
         asked = self._flights.get(larger)
-        if asked is None:  # its request has failed meanwhile
+        if asked is None:
             return self.read(span)
         start = span[1] - larger[1]
         return self._result(asked, larger)[start : start + span[2]]
 
     def read(self, span: Span) -> memoryview:
+        """Stored bytes in memory of their own."""
         start_s = time.monotonic()
         try:
             return self.source.read(*span)

@@ -46,7 +46,7 @@ class StoredParts:
         self.costs = ReadCosts()
         self._begun, self._ends = count(), count()  # of reads; `next` is atomic
         self._ended = 0
-        self._threads: tuple[int, ThreadPoolExecutor] | None = None  # and their process's number
+        self._threads: tuple[int, ThreadPoolExecutor] | None = None
 
     def begin(self, parts: ChunkParts) -> Iterator[ReadGroup]:
         wanted: list[Part] = [

@@ -41,8 +41,6 @@ class LogAddresses:
         numbers = np.frombuffer(shared, np.uint64)
         self._digests, self._addresses = numbers[:LOGS_MAX], numbers[LOGS_MAX:]
 
-    # For the worker
-
     def put(self, digest: int, entries: Entries, offsets: npt.NDArray[np.int64]) -> None:
         """Note where entries lie in the log of this digest. Does nothing if there are `LOGS_MAX`
         other logs."""
@@ -71,8 +69,6 @@ class LogAddresses:
                 return int(found[0])
         return -1
 
-    # For the server
-
     @property
     def digests(self) -> set[int]:
         return set(self._digests[self._digests != 0].tolist())
@@ -87,8 +83,6 @@ class LogAddresses:
 
 
 class _EntryReader(Protocol):
-    """As `readers/entry_reader.py`."""
-
     def read(self, index: int, offset: int, size: int, /) -> memoryview: ...
 
     def read_nowait(self, index: int, offset: int, size: int, /) -> memoryview | None: ...
@@ -125,12 +119,12 @@ class LogEntryReader:
         return found[offset : offset + size]
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """The same bytes if they are in memory."""
+        """The same bytes if they are in memory. Never blocks."""
         last, content = self._last
         if last == index:
             return content[offset : offset + size]
         if self._addresses is not None and self._addresses.find(index) is not None:
-            return None  # `read` then takes it from the log
+            return None
         return self._reader.read_nowait(index, offset, size)
 
     def _find(self, index: int) -> memoryview | None:
@@ -173,12 +167,12 @@ class LogEntryReader:
             os.close(self._files.pop(digest))
 
     def stats(self) -> dict[str, int]:
-        """The figures of `reader`, and how many entries came from logs or were wrong there."""
         with self._lock:
             self._close_removed()
         return {**self._reader.stats(), "log_hits": self._hits, "log_wrong": self._wrong}
 
     def close(self) -> None:
+        """Reads under way may fail."""
         self._reader.close()
         with self._lock:
             self._addresses = None

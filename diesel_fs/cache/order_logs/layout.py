@@ -31,7 +31,6 @@ BLOCK_BYTES = 4096
 _MAGIC, _FORMAT = b"DSLORDER", 1
 _HEAD = struct.Struct("<8sIIIIQ16sQQ")
 HEAD_BYTES = _HEAD.size
-"""The part of a header with a fixed size."""
 
 _CHECKSUM_BYTES = 8
 _UNIT_MIN, _UNITS_MAX = 8, 1 << 32
@@ -44,6 +43,8 @@ Sizes = npt.NDArray[np.uint64] | npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class LogIdentity:
+    """The identity and version of a log's dataset, and the digest of its order."""
+
     identity: UUID
     version: int
     order: int
@@ -108,7 +109,6 @@ class LogCut:
         return len(self._sizes)
 
     def stored_units(self, entries: Entries) -> npt.NDArray[np.uint32]:
-        """How many units each of these entries takes."""
         units = self._sizes[entries].astype(np.uint64, copy=False)
         units += np.uint64(self.unit - 1)
         units //= np.uint64(self.unit)
@@ -235,7 +235,6 @@ class LogLayout:
         return places
 
     def offset(self, places: Places) -> npt.NDArray[np.int64]:
-        """The offset in the file of the content at each place."""
         return self._offset[places].astype(np.int64) * self.unit
 
     def segment_of(self, places: Places) -> npt.NDArray[np.int64]:
@@ -281,7 +280,6 @@ def parse_header(content: Bytes, segment: int, cut: LogCut, log: LogIdentity) ->
 
 
 def parse_any_header(content: Bytes) -> SegmentHeader:
-    """As `parse_header`, for a segment of any log."""
     count = parse_entry_count(content)
     _, _, number, _, unit, segment_bytes, identity, version, order = _HEAD.unpack_from(content)
     end = _HEAD.size + 4 * count
@@ -315,7 +313,6 @@ def _aligned(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _first_uses(order: Entries, entry_count: int) -> Entries:
-    """An order without repetitions."""
     seen = np.zeros(entry_count, np.bool_)
     seen[order] = True
     if int(np.count_nonzero(seen)) == len(order):

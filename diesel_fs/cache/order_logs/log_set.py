@@ -51,7 +51,7 @@ class Log:
     is_delivered: Mask = field(init=False)  # by place: a reader has got it in this epoch
     has_header: Mask = field(init=False)  # by segment: the header is in the file
     is_released: Mask = field(init=False)  # by segment: its room is free again, or soon will be
-    passed: int = 0  # segments that the reader has passed
+    passed: int = 0
     is_filling: bool = False
     """Whether contents of older logs are still being copied to it (`writer.py`)."""
 
@@ -68,7 +68,6 @@ class Log:
         return slice(int(self.layout.first[segment]), int(self.layout.first[segment + 1]))
 
     def find_present(self, entries: Entries) -> tuple[Places, Mask]:
-        """The place of each entry, and whether its content is there."""
         places = self.layout.find(entries)
         is_here = places >= 0
         is_here[is_here] = self.is_present[places[is_here]]
@@ -87,12 +86,9 @@ class LogSet:
         self.addresses = addresses
         columns = snapshot.columns
         self.is_logged: Mask = (columns.size > 0) & (columns.flags & MANY_EXTENTS == 0)
-        """By entry: whether it is a file with content in one extent."""
         self.is_logged &= kinds(columns.flags) == Kind.FILE
         self.by_order: dict[int, Log] = {}
-        """The logs by `Log.order`."""
         self.current_orders: frozenset[int] = frozenset()
-        """The digests of the orders that are being read."""
         self.next: frozenset[int] = frozenset()
         """Those of the logs that are written for the next epoch (the *next logs*)."""
         self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
@@ -170,7 +166,6 @@ class LogSet:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the disk failed a short time ago."""
         return self._breaker.is_open(time.monotonic())
 
     def pause(self, doing: str, error: OSError) -> None:

@@ -63,7 +63,7 @@ class OrderLogs:
         if plans == self._streams.plans:
             return
         self._save_last(plans)
-        self._writer.flush()  # to the logs that were next until now
+        self._writer.flush()
         self._segments.clear()  # contents that are read again shall be written to the new logs
         for name in self._streams.set_plans(plans, self._set.by_order):
             self._set.warn(
@@ -167,7 +167,6 @@ class OrderLogs:
         return self._read_s / hits * count if hits else 0.0
 
     def holds(self, order: Entries) -> bool:
-        """Whether logs have at least half of an order."""
         return 2 * len(self.missing(order)) <= len(order)
 
     def _log_of(self, order: Entries | None) -> Log | None:
@@ -175,7 +174,6 @@ class OrderLogs:
         return None if digest is None else self._set.by_order.get(digest)
 
     def missing(self, entries: Entries) -> Entries:
-        """The files among these that no log has."""
         return self._set.missing(entries)
 
     def lacking(self, entries: Entries) -> Entries:
@@ -208,7 +206,6 @@ class OrderLogs:
         return [ExtentBatch(right, np.zeros(len(right), np.int64), contents)], is_read
 
     def _one_by_one(self, found: Log, places: Places) -> list[memoryview]:
-        """The contents at these ascending places; near ones are read together."""
         begins = found.layout.offset(places)
         ends = begins + self._set.snapshot.columns.size[found.layout.entries[places]].astype(
             np.int64
@@ -226,7 +223,7 @@ class OrderLogs:
         return contents
 
     def _deliver(self, found: Log, places: Places) -> None:
-        if found.order in self._set.next:  # the next epoch reads them again
+        if found.order in self._set.next:
             return
         found.is_delivered[places] = True
         if found.is_filling:  # more entries may come to its segments
@@ -251,7 +248,6 @@ class OrderLogs:
         self._writer.flush_if_idle()
 
     def stats(self) -> dict[str, int]:
-        """Counts since the start; sizes in bytes."""
         files = [each.file for each in [*self._set.by_order.values()]]
         next_entries = (np.count_nonzero(each.is_written) for each in self._set.next_logs())
         return {

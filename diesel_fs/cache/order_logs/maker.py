@@ -43,11 +43,9 @@ class LogMaker:
         self._set, self._files = logs, files
         self._reserved_bytes, self._segment_bytes = reserved_bytes, segment_bytes
         self.can_punch = True
-        """Whether the file system can release parts of a file."""
 
     @property
     def limit_bytes(self) -> int:
-        """The bytes that the logs of one epoch may take together."""
         limit_bytes = self._files.limit_bytes - self._reserved_bytes
         return max(limit_bytes if self.can_punch else limit_bytes // 2, 0)
 
@@ -104,7 +102,7 @@ class LogMaker:
             if log is None or 2 * np.count_nonzero(is_wanted[log.layout.entries]) < len(
                 log.layout.entries
             ):
-                os.close(file)
+                os.close(file)  # it is removed when its room is needed
             else:
                 found.append(log)
         return found
@@ -175,7 +173,7 @@ class LogMaker:
     def _check_punching(self, file: int) -> None:
         try:
             end = -(-os.fstat(file).st_size // BLOCK_BYTES) * BLOCK_BYTES
-            punch_hole(file, end, BLOCK_BYTES)  # beyond its end, where there is nothing
+            punch_hole(file, end, BLOCK_BYTES)
         except OSError as error:
             if error.errno in _TAKES_NOTHING:
                 raise
@@ -189,7 +187,7 @@ class LogMaker:
 
     def _read_headers(self, file: int, cut: LogCut, identity: LogIdentity) -> dict[int, Entries]:
         """The entries that the headers of a file list, by segment; without unsound headers."""
-        layout = LogLayout(cut, cut.entries, _NO_LIMIT)  # segments lie alike in all layouts
+        layout = LogLayout(cut, cut.entries, _NO_LIMIT)
         found = {}
         for segment in range(layout.segments):
             size = header_bytes(int(layout.first[segment + 1] - layout.first[segment]))
@@ -205,7 +203,6 @@ class LogMaker:
             sizes, headers, starts = self._set.snapshot.columns.size, list[SegmentHeader](), [0]
             with contextlib.suppress(FormatError, OSError):  # ENXIO: the end of the file
                 while True:
-                    # A segment that was released is a hole
                     start = os.lseek(file, starts[-1], os.SEEK_DATA) // BLOCK_BYTES * BLOCK_BYTES
                     header = self._header_at(file, start)
                     if header.log.file_name != name or not self._fits(header, headers):

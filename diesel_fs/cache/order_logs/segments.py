@@ -22,8 +22,6 @@ SEGMENTS_HELD, SEGMENTS_AHEAD = 2, 2
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """A segment in memory, by place."""
-
     contents: list[memoryview]
     is_right: Mask
 

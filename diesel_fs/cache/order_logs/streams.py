@@ -44,7 +44,6 @@ class WantedLogs:
     orders: dict[int, Entries]
     """The orders of all these logs by digest; those that are being read come first."""
     following: frozenset[int]
-    """The logs that will be written, for the next epochs."""
     unforeseen: frozenset[int]
     """Orders that are being read. A missing log of one may be made of other logs."""
     arrivals: Entries
@@ -58,11 +57,9 @@ class StreamLogs:
         self.plans: list[LogPlan] = []
         self.orders: dict[int, Entries] = {}
         self.sources: dict[str, int] = {}
-        """The log that each stream reads from, by the stream's name."""
         self.following: dict[str, int] = {}
-        """The log that is written for the stream's next epoch."""
-        self._current: dict[str, int] = {}  # the digest of the order that each stream reads
-        self._announced: dict[str, int | None] = {}  # that of its next epoch's order
+        self._current: dict[str, int] = {}
+        self._announced: dict[str, int | None] = {}
         # Keeping an array keeps its id
         self._digests: dict[int, tuple[Entries, int]] = {}
 
@@ -96,7 +93,6 @@ class StreamLogs:
                     surprised.append(each.name)
             next_log = self.digest(each.following)
             if next_log is None and each.name in sources:
-                # The next order is unknown: keep this epoch's log for it
                 next_log = sources[each.name]
             if next_log is not None:
                 following[each.name] = next_log

@@ -51,7 +51,6 @@ class _Rewriting:
         return self._log < len(self.older)
 
     def next_segment(self) -> tuple[Log, int] | None:
-        """The next segment to move; None after the last one."""
         while self.is_under_way:
             found, segment = self.older[self._log], self._segment
             self._segment += 1
@@ -66,7 +65,6 @@ class LogWriter:
     def __init__(
         self, logs: LogSet, files: OrderLogFiles, *, staged_bytes: int, segment_bytes: int
     ) -> None:
-        """`staged_bytes` is the size of a write."""
         self._set, self._files = logs, files
         self._staged_bytes, self._segment_bytes = staged_bytes, segment_bytes
         self._staged = _Staged()
@@ -96,7 +94,6 @@ class LogWriter:
     def lacking(self, entries: Entries) -> Mask:
         """For each of these files, whether a next log should have it and lacks it."""
         if self._changing is not None and not self._changing.done():
-            # Logs are still being made
             return self._set.is_logged[entries]
         return self._set.lacking(entries)
 
@@ -168,8 +165,6 @@ class LogWriter:
                 self._files.remove(each.identity.file_name, each.file)
         self._set.by_order.clear()
         self._files.close()
-
-    # All but `_punch_released` run in the thread
 
     def _punch_released(self) -> None:
         releasing, self._releasing = self._releasing, []
@@ -253,7 +248,6 @@ class LogWriter:
         return [made]
 
     def _retire(self, found: Log) -> None:
-        """`tidy` removes its file."""
         self._set.by_order.pop(found.order, None)
         if self._set.addresses is not None:
             self._set.addresses.remove_log(found.identity.order, found.layout.entries)

@@ -33,7 +33,6 @@ size of files; the first condition alone 0.98. When the reads move to other data
 in the cache after two to four epochs."""
 
 Cost = Callable[[int], float]
-"""The seconds that one read of a number of bytes takes."""
 
 
 class SkiRentalAdmission:
@@ -68,11 +67,9 @@ class SkiRentalAdmission:
         self._age()
 
     def record_unserved(self, size: int) -> None:
-        """A miss was read past the cache."""
         self._add_credit(self._cost(size) * OVERHEAD_FRACTION)
 
     def is_paid(self, unit: int) -> bool:
-        """Whether the misses of a unit have cost as much as its fetch."""
         # Sums of the same numbers in another order differ in the last bit
         return self._missed_s[unit] >= self._cost(self._sizes[unit]) * (1 - 1e-9)
 

@@ -51,7 +51,7 @@ class ReadCosts:
         self._products = products = keep * self._products + megabytes * seconds
         if weight < self._WEIGHT_MIN:
             return
-        mean_size, mean_s = sizes / weight, times / weight  # in megabytes, and seconds
+        mean_size, mean_s = sizes / weight, times / weight
         spread = weight * squares - sizes * sizes
         if spread > self._SPREAD_MIN * weight * squares:
             slope = (weight * products - sizes * times) / spread

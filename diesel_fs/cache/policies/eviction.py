@@ -38,7 +38,6 @@ class EvictionPolicy(ABC):
         self.bytes = 0
 
     def insert(self, unit: int, size: int) -> None:
-        """The unit is in the cache now."""
         self.bytes += size - self.sizes.get(unit, 0)
         self.sizes[unit] = size
 
@@ -124,7 +123,7 @@ class FarthestNextUse(LeastRecentlyUsed):
         self._future: FutureUses | None = None
         self._values: UnitValues | None = None
         self._reads = 0
-        self._keys: dict[int, _Key] = {}  # only if the future is known
+        self._keys: dict[int, _Key] = {}
         self._heap: list[_Key] = []
 
     def insert(self, unit: int, size: int) -> None:
@@ -142,7 +141,7 @@ class FarthestNextUse(LeastRecentlyUsed):
     def record_access(self, unit: int) -> None:
         super().record_access(unit)
         key = self._keys.get(unit)
-        if key is not None and key[0] == -NEVER:  # units with a next use keep their keys
+        if key is not None and key[0] == -NEVER:
             self._reads += 1
             self._push(unit, NEVER, self._reads)
 

@@ -98,8 +98,8 @@ class ImportanceHeap:
         self._shadow: _Table | None = None
         self.changes = 0
         self._is_complete = True
-        self._counts = np.zeros(LEVELS, np.int64)  # of entries that are in, by level
-        self._sums = np.zeros(LEVELS, np.int64)  # of their sizes
+        self._counts = np.zeros(LEVELS, np.int64)
+        self._sums = np.zeros(LEVELS, np.int64)
         self._high_level = 0
 
     def set_importances(
@@ -178,7 +178,6 @@ class ImportanceHeap:
 
     @property
     def low_size(self) -> int:
-        """The size of all entries that are in and not of high importance."""
         return int(self._sums[: self._high_level + 1].sum())
 
     def least(self, count: int, *, high: bool = False) -> Entries:
@@ -209,7 +208,7 @@ class ImportanceHeap:
 class _JobList:
     levels: _Levels
     benefit: float
-    last_tell: int  # its number among the lists of all jobs
+    last_tell: int
 
     def percentiles(self) -> npt.NDArray[np.float32]:
         """The share of all entries that are less important to the job. Equally important entries
@@ -224,7 +223,7 @@ class JobImportances:
     def __init__(self, count: int) -> None:
         self._count = count
         self._jobs: dict[str, _JobList] = {}  # the job that sent its list last is last
-        self._tells = 0  # whole lists that jobs have sent
+        self._tells = 0
 
     def __len__(self) -> int:
         return len(self._jobs)

@@ -16,11 +16,10 @@ sum decays until the next reference, which adds 1; so a kept value is at least 1
 compared, since the values themselves become 0 if the last reference is old.
 
 The caller chooses the unit of times. A cache folder (`disk/`) counts whole hours: jobs that start
-within the same hour tie. A node runs a few jobs in a day, so finer times would only measure chance.
-With `step` 0 nothing is forgotten, and the number of references decides (LFU). With `step` 1 and a
-`p` of 2 or more, if a dataset has at most one reference in each unit of time, the time of the last
-reference decides (LRU). Only the product `step * ln(p)` matters; both numbers are kept, as in the
-paper.
+within the same hour tie. With `step` 0 nothing is forgotten, and the number of references decides
+(LFU). With `step` 1 and a `p` of 2 or more, if a dataset has at most one reference in each unit of
+time, the time of the last reference decides (LRU). Only the product `step * ln(p)` matters; both
+numbers are kept, as in the paper.
 """
 
 import math
@@ -30,13 +29,11 @@ import numpy as np
 import numpy.typing as npt
 
 HOUR_S = 3600.0
-"""The unit of times in a cache folder, in seconds."""
 
 Values = npt.NDArray[np.float64]
 
 
 def hour_of(time_s: float) -> float:
-    """The whole hours since 1970."""
     return float(math.floor(time_s / HOUR_S))
 
 

@@ -16,7 +16,6 @@ class Shortage(Generic[Unit]):
     bytes: int
     """The bytes that are lacking; 0 or less if there is room."""
     units: int = 0
-    """The same in units, if the cache limits their number."""
     victims: list[Unit] = field(default_factory=list)
 
     @property

@@ -94,7 +94,7 @@ class ChunkCache:
 
     def _reset_after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._flights: dict[int, Flight[LoadedChunk]] = {}  # loads under way, and queued ones
+        self._flights: dict[int, Flight[LoadedChunk]] = {}
         self._threads: ThreadPoolExecutor | None = None
 
     @property
@@ -135,7 +135,6 @@ class ChunkCache:
             return flight.result()
 
     def prefetch(self, number: int) -> None:
-        """Load a chunk in the background."""
         with self._lock:
             self._begin(number)
 
@@ -187,7 +186,6 @@ class ChunkCache:
             self._drop(number)
 
     def charge(self, chunk: LoadedChunk, more_bytes: int) -> None:
-        """Count the bytes of decoded contents in the budget."""
         with self._lock:
             chunk.charged += more_bytes
             if chunk.is_counted:  # else the chunk was dropped, and a reader still holds it
@@ -228,7 +226,7 @@ class ChunkCache:
             self._uncount(chunk)
         elif (flight := self._flights.get(number)) is not None:
             flight.is_wanted = False
-            if flight.claim():  # no thread has begun to load it
+            if flight.claim():
                 del self._flights[number]
 
     def _load_claimed(self, number: int, flight: Flight[LoadedChunk]) -> LoadedChunk:

@@ -44,7 +44,6 @@ class ExtentBatch(NamedTuple):
 
     entries: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
-    """The byte of its file at which each extent begins."""
     contents: Sequence[memoryview]
 
 
@@ -80,8 +79,6 @@ class BatchSource(Protocol):
 
 @dataclass(slots=True)
 class _AnnouncedUnit:
-    """`is_begun`: whether all its spans are being read."""
-
     entries: frozenset[int]
     plan: ReadPlan
     is_begun: bool = False
@@ -234,7 +231,7 @@ class CoalescingReader:
             try:
                 if span in within:
                     arrived[span] = self._fetcher.read_within(span, within[span])
-                elif span not in arrived:  # else it occurs twice
+                elif span not in arrived:
                     arrived[span] = self._fetcher.read_kept(span)
             except ObjectMissing as error:
                 self._note_lost(error)

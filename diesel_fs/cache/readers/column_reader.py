@@ -66,7 +66,6 @@ class ColumnReader:
             yield self._checked_batch(batch)
 
     def _batches(self, wanted: Column, bytes_max: int) -> Iterator[_ColumnBatch]:
-        """A request begins when its batch is yielded."""
         columns = self._snapshot.columns
         bytes_max = min(BATCH_BYTES_MAX, max(bytes_max, 1))
         start = 0
@@ -92,7 +91,7 @@ class ColumnReader:
 
     def _checked_batch(self, batch: _ColumnBatch) -> list[memoryview]:
         rows, places, reading = batch
-        if reading is None:  # no file with content, or only large ones
+        if reading is None:
             return list(map(self._read, rows.tolist()))
         at = rows if places is None else rows[places]
         expected: list[int] = self._snapshot.columns.checksum.take(at).tolist()

@@ -38,9 +38,9 @@ CHECKED_AT_ONCE_BYTES = 256 << 10
 """`read_nowait` checks and decodes entries up to this size itself. That takes 0.03 ms, with lz4 up
 to 0.2 ms; handing the read to a thread costs 0.3 ms."""
 
-_PREFETCH_CHUNKS = 16  # loads that are begun ahead of a reader
+_PREFETCH_CHUNKS = 16
 _READ_ON_BYTES = 16 << 20
-_LARGE_FILES_MAX = 1024  # files in `_next_extents`, which is then cleared
+_LARGE_FILES_MAX = 1024
 _EMPTY = memoryview(b"")
 
 
@@ -84,10 +84,9 @@ class EntryReader:
             smallest = int(snapshot.chunk_sizes.min(initial=1 << 31))
             self._single_bytes_max = smallest // WHOLE_CHUNK_FRACTION
         self._last_miss = (-1, -1)  # chunk and end of the entry: shows sequential reads
-        # The last entry that was read alone
         self._single: tuple[int, int, memoryview] = (-1, -1, _EMPTY)
         self._single_lock = threading.Lock()
-        self._next_extents: dict[int, int] = {}  # where a sequential reader goes on
+        self._next_extents: dict[int, int] = {}
 
     @property
     def _everything_fits(self) -> bool:
@@ -128,7 +127,7 @@ class EntryReader:
         try:
             content, is_checked = chunks.read_part(chunk, start, size)
         except DieselError:
-            return self.read(index)  # it raises the error for the file
+            return self.read(index)
         self._counts["misses"] += 1
         if is_checked or xxh3_64_intdigest(content) == checksum:
             return content
@@ -192,7 +191,7 @@ class EntryReader:
         ends = (offsets + stored).tolist()
         chunks: dict[int, LoadedChunk] = {}
         for number in set(numbers):
-            chunk = self._cache.loaded(number)
+            chunk = self._cache.loaded(number)  # nothing is evicted, since everything fits
             if chunk is None:
                 return None
             chunks[number] = chunk
@@ -230,7 +229,6 @@ class EntryReader:
             self._cache.set_order(followed)
 
     def stats(self) -> dict[str, int]:
-        """Counts since the reader was made, and its memory."""
         counts = {shown_as: self._counts[name] for name, shown_as in _COUNTS.items()}
         counts["memory_bytes"] = self._cache.held_bytes
         counts["memory_budget_bytes"] = self._cache.budget_bytes
@@ -371,7 +369,6 @@ class EntryReader:
                 self._cache.drop(before)
 
     def _in_memory(self, extent: Extent) -> memoryview | None:
-        """The content if it is in memory and costs little to check."""
         chunk = self._cache.peek(extent.chunk)
         if chunk is None:
             number, offset, content = self._single
@@ -386,7 +383,7 @@ class EntryReader:
         try:
             content = _decoded(raw, extent)
         except CorruptError:
-            return None  # reading again takes long
+            return None  # the entry must be read again, which takes long
         self._keep(extent, content, chunk)
         return content
 
@@ -400,7 +397,7 @@ class EntryReader:
         try:
             content = _decoded(room.toreadonly(), extent)
         except CorruptError:
-            return None  # reading again takes long
+            return None  # it must be read again, which takes long
         self._counts["reads_on_the_spot"] += 1
         self._counts["fetched_bytes"] += extent.stored
         return content

@@ -69,7 +69,7 @@ class OrderPrefetch:
         number[stored == 0] = -1
         kept = first[by_first_use][whole]
 
-        self._visit_of = np.full(len(snapshot), -1, np.int32)  # of each entry
+        self._visit_of = np.full(len(snapshot), -1, np.int32)
         self._visit_of[order] = number
         self._group_of_entry = np.full(len(snapshot), -1, np.int32)
         self._group_of_entry[order] = group
@@ -96,7 +96,7 @@ class OrderPrefetch:
         self._now = 0
         self._oldest = 0  # chunks of this group and later ones may be held
         self._reads_behind = 0
-        self._next = 0  # the first visit that has not been looked at for loading ahead
+        self._next = 0
         self._held: dict[int, int] = {}  # visits by chunk: loaded or in flight
         self._held_bytes = 0
 

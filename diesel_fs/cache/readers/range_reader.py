@@ -78,7 +78,6 @@ class _Answer:
             self.at(place, size)[:] = content[start : start + size]
 
     def pieces(self) -> list[memoryview]:
-        """The answer in the order of the request, in as few pieces as possible."""
         found, done, room = [], 0, self.room.toreadonly()
         for place in sorted(self.views):
             start = self._starts[place]
@@ -159,7 +158,6 @@ class RangeReader:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _from_tier(self, held: CacheHandle, wanted: list[ChunkPart], answer: _Answer) -> bool:
-        """Returns False if the tier cannot read the parts."""
         try:
             if (content := held.view(0, held.bytes)) is not None:
                 if max(start + size for start, size, _ in wanted) > held.bytes:
@@ -182,7 +180,7 @@ class RangeReader:
         *,
         fresh: bool,
     ) -> None:
-        if len(runs) == 1:  # as nearly always for small requests: this thread reads
+        if len(runs) == 1:
             self._read_run(*runs[0], answer, until_s, fresh=fresh)
             return
         error = self._read_all(runs, answer, until_s, fresh=fresh)

@@ -32,9 +32,8 @@ NEXT_READ_S = 0.02
 """In a native mount, the longest time between two READ requests of one read(2)."""
 
 UNMOUNT_SIGNAL = signal.SIGUSR1
-"""The supervisor sends it once to unmount, and twice to end at once. A SIGTERM from another process
-unmounts as well, but does not count as one of the two: that process may have signalled the
-supervisor, too."""
+"""A SIGTERM from another process unmounts as well, but does not count as the first of two signals:
+that process may have signalled the supervisor, too."""
 
 ORPHANED_SIGNAL = signal.SIGUSR2
 """The kernel sends it when the supervisor was killed. The server then aborts the connection, since

@@ -5,8 +5,7 @@ the planner (`prefetch/planner.py`), asks it for a decision and carries the deci
 (`prefetch/pages/page_cache.py`).
 
 The worker is a process of its own because each of its steps may wait: for the store, for the
-server, or for the lock of a page that a READ in progress holds. If it dies, the mount goes on
-without pushing.
+server, or for the lock of a page that a READ in progress holds.
 
 Rules of concurrency:
 
@@ -73,7 +72,6 @@ from .taken_over_pages import TakenOverPages
 log = logging.getLogger("diesel.mount")
 
 STATS_INTERVAL_S = 0.25
-"""The least time between two reports to the server."""
 
 IDLE_S_MAX = 5.0
 
@@ -99,7 +97,6 @@ after this time, or a tenth of the time in which a reader comes to the end of th
 at ten opens costs hardly more than at one."""
 
 BEGIN_DEADLINE_S = 10.0
-"""How long to wait for the first message."""
 
 
 def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket.socket) -> int:
@@ -116,7 +113,7 @@ def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket
             return 0
         name = begin["device"]
         content = None
-        if "content_node" in begin:  # a native mount
+        if "content_node" in begin:
             raise_descriptor_limit()  # each file that is watched is open
             content = ContentTarget.open(files.pop(), _int_field(begin, "content_node"))
         push_bytes = _int_field(begin, "push_bytes")
@@ -180,9 +177,9 @@ class PrefetchWorker:
         self._push_bytes = push_bytes
         self._content = content
         self._failed = 0  # pushes
-        self._invalidations: deque[Iterator[None]] = deque()  # to be sent to the kernel
+        self._invalidations: deque[Iterator[None]] = deque()
         self._taken_over: TakenOverPages | None = None  # until all pages are taken over
-        self._stats_changed = True  # since the statistics were last sent
+        self._stats_changed = True
         self._stats_sent_s = 0.0
         self._plan_sender: PlanSender | None = None  # to the task's master
         self._mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
@@ -228,7 +225,7 @@ class PrefetchWorker:
     def run(self, device: str, early: Sequence[Message] = ()) -> None:
         """Works until the mount is unmounted, or the server sends "end". `early` are messages that
         have arrived already. Raises EOFError if the server has ended."""
-        self._server.watch(self._mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
+        self._server.watch(self._mountinfo, select.POLLPRI)
         presence = MountPresence(device)
         presence.is_mounted()  # so that it knows the tree of a native mount
         wait_s = quiet_s = 0.0
@@ -358,7 +355,6 @@ class PrefetchWorker:
         self._invalidations.append(self._finish_switch(message["id"]))
 
     def _finish_switch(self, message_id: Value) -> Iterator[None]:
-        """Answer the server, after all invalidations of the switch."""
         self._server.send({"id": message_id})
         self._stats_changed = True
         gc.collect()  # the old version has reference cycles, and its snapshot would stay mapped
@@ -410,8 +406,7 @@ class PrefetchWorker:
         return self._feed.batches.read_costs(units)
 
     def _are_whole(self, entries: Sequence[int]) -> list[bool]:
-        """Whether each of these files has all its pages in the page cache. A file of which READs
-        have failed loses its pages, and does not count."""
+        """A file of which READs have failed loses its pages, and does not count."""
         found = []
         cache, reads_failed = self._page_cache, self._push_status.reads_failed
         for entry in entries:
@@ -459,8 +454,7 @@ class PrefetchWorker:
         self._planner.memory.set_known_entries(self._page_cache.known_entries)
 
     def _mark_soon(self, first: list[Entries] | None, *, is_pushing: bool = False) -> None:
-        """The server holds READs of these entries and the next units. None: nothing is pushed
-        next."""
+        """None: nothing is pushed next."""
         if first is None:
             self._push_status.clear_soon()
             return
@@ -549,7 +543,6 @@ def _is_of_one_chunk(snapshot: Snapshot, entries: Entries) -> bool:
 
 
 def _folders_of(message: Message) -> dict[int, list[bytes]]:
-    """The names in a message, by the node of their folder."""
     nodes, names = message["nodes"], message["names"]
     assert isinstance(nodes, list)
     assert isinstance(names, list)

@@ -66,7 +66,6 @@ grace."""
 WORKER_HELLO_DEADLINE_S = 2.0
 
 BEAT_S = 1.0
-"""The interval of heartbeats to the supervisor."""
 
 TASK_STATS_S = 1.0
 """The greatest age of the task's statistics in `.diesel/stats`."""
@@ -127,7 +126,6 @@ class _ReportHandler(logging.Handler):
 
 @contextmanager
 def _task_warnings_reported(report: Report) -> Iterator[None]:
-    """Warnings of the task's cache become warnings of the mount."""
     handler, task = _ReportHandler(report), logging.getLogger("diesel.task")
     task.addHandler(handler)
     try:
@@ -178,7 +176,7 @@ class _Server:
         self._leases = VersionLeases(request, source)
         self._leased = trio.Event()
         self._task_stats: dict[str, object] = {}
-        readers = ReaderProcesses(os.getppid())  # the supervisor's
+        readers = ReaderProcesses(os.getppid())
         self._waits = Waits(readers.group_of)
         readers.on_found = self._waits.regroup
 
@@ -298,7 +296,7 @@ class _Server:
                 if isinstance(session, NativeSession):
                     begin["content_node"] = session.content_node
                     descriptors += [self._mount.image_file, session.private_mount]
-                share_logs(self._mount.reader, shared)  # order logs
+                share_logs(self._mount.reader, shared)
                 self._link.start_worker(begin, descriptors)
                 if self._mount.watcher is not None:
                     self._mount.watcher.attach_worker(shared)

@@ -200,7 +200,7 @@ class _Supervisor:
         watched = select.poll()
         for descriptor in (server, worker, self._beats, self._signals):
             watched.register(descriptor, select.POLLIN)
-        watched.register(mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
+        watched.register(mountinfo, select.POLLPRI)
         while True:
             ready = {descriptor for descriptor, _ in watched.poll(CHECK_INTERVAL_S * 1000)}
             if self._signals in ready:
@@ -343,8 +343,8 @@ def _run_worker(request: MountRequest, source: MountSource, link: socket.socket)
 
 
 def _forked(run: Callable[[], int], others: Sequence[int], orphaned: signal.Signals) -> int:
-    """Forks a child that calls `run` and exits with its code; it closes the descriptors `others`,
-    and gets the signal `orphaned` when this process is killed."""
+    """The child exits with the code of `run`. It closes the descriptors `others`, and gets the
+    signal `orphaned` when this process is killed."""
     parent = os.getpid()
     child = os.fork()
     if child:

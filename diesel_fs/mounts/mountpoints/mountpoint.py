@@ -283,7 +283,7 @@ def _create_folders(folder: str) -> Sequence[str]:
     for each in reversed(missing):
         try:
             os.mkdir(each)
-        except FileExistsError:  # another process has just created it
+        except FileExistsError:
             continue
         except OSError as error:
             remove_created_folders(made)

@@ -152,7 +152,6 @@ class Control:
         self._extend(stream, [part for part in (first, *rest) if part])
 
     def replace(self, stream: str, epoch: Message, position: int = 0) -> None:
-        """Replaces the entries of an announced epoch, from a position on."""
         first_part, rest = _split([epoch])
         [first], *rest = [part for part in (first_part, *rest) if part]
         assert isinstance(first, dict)

@@ -1,6 +1,6 @@
 """Packs and parses the fields of plans, and has the limits of the control socket. Pure.
 
-CONTROL.md describes the messages. `net/messages.py` frames and decodes them.
+CONTROL.md describes the messages.
 """
 
 import numpy as np

@@ -73,7 +73,7 @@ class Eviction:
         # Entries whose claims have ended, oldest first; and whether readers have passed them, so
         # that those with a further use stay
         self._released: deque[tuple[Entries, bool]] = deque()
-        self._released_count = 0  # entries
+        self._released_count = 0
         self.low_bytes_max = 0
         # Entries with an importance that readers have passed, oldest first. A full queue loses its
         # oldest piece; the heap still has those entries
@@ -100,10 +100,8 @@ class Eviction:
         job: str = "",
         benefit: float = 1.0,
     ) -> int:
-        """The more important an unclaimed entry is, the longer it is kept. Entries without a value
-        have 0. `more`: the job sets further entries by the next calls. `benefit`: how many times as
-        fast the job's batches arrive with the cache. Returns how many jobs have set any. Raises
-        UsageError for NaN, infinite and negative numbers."""
+        """As `Importances.set` in `memory_split.py`. Entries without a value have the importance
+        0."""
         check_importances(values)
         heap, jobs = self._make_heap(), len(self._jobs)
         self._least = {False: NO_ENTRIES, True: NO_ENTRIES}
@@ -151,7 +149,6 @@ class Eviction:
         self._unneeded, self._found = None, NO_ENTRIES
 
     def note_dropped(self, entries: Entries) -> None:
-        """Note that entries that `take_next` has chosen are being removed."""
         self._leaving[entries] = False
 
     # The order
@@ -211,8 +208,7 @@ class Eviction:
         return None
 
     def _find_needed(self, need_bytes: int, uses: Uses) -> Entries | None:
-        """The entries with the farthest next use; if all entries without importance are claimed,
-        the least important ones."""
+        """If all entries without importance are claimed, returns the least important ones."""
         heap = self.heap
         if self._behind_edge >= max(self._count // BEHIND_DIVISOR, PIECE_ENTRIES):
             self._search_again(uses)
@@ -266,8 +262,7 @@ class Eviction:
     def _first_low_passed(
         self, heap: ImportanceHeap, need_bytes: int, uses: Uses
     ) -> Entries | None:
-        """Some entries of low importance that no reader comes to any more, in the order in which
-        readers passed them; None if there are none."""
+        """Only entries that no reader comes to any more; None if there are none."""
         while self._low_passed:
             piece = np.unique(self._low_passed.popleft())
             piece = piece[self._evictable(piece) & ~heap.is_high(piece)]

@@ -85,7 +85,7 @@ class WorkerLink:
                 self.worker_stats = message
 
     def start_worker(self, message: Message, descriptors: Sequence[int]) -> None:
-        """Send the first message and its descriptors, before `run`."""
+        """Call it before `run`."""
         socket.send_fds(self._socket, [b"+"], descriptors)
         self.send(message)
 
@@ -100,13 +100,13 @@ class WorkerLink:
             self._wake.set()
 
     def send(self, message: Message) -> None:
-        """Send a message without an answer. It is lost if the worker has ended or does not read."""
+        """The message is lost if the worker has ended or does not read."""
         if self.alive and len(self._unsent) < MESSAGES_PENDING_MAX:
             self._unsent.append((msgpack.packb(message), ()))
             self._wake.set()
 
     async def send_switch(self, message: Message, descriptors: Sequence[int]) -> Message | None:
-        """Send the switch to another version. Returns None if the worker has ended."""
+        """Returns None if the worker has ended."""
         if not self.alive:
             return None
         self._take_reports()

@@ -56,7 +56,6 @@ STILL_DIVISOR = 4
 quarter of the budget stays free."""
 
 PAUSE_S, PAUSE_S_MAX = 0.5, 8.0
-"""The first and the longest pause after a failed push."""
 
 UNWATCH_MIN = 256
 """Unneeded watches are removed together once there are this many, or when the worker is idle."""
@@ -118,7 +117,7 @@ class PrefetchPlanner:
         self._urgent = UrgentTurns()
         self._outstanding: Push | Drop | Sample | None = None  # not yet reported
         self._decided_s = 0.0
-        self._is_urgent = False  # whether `_outstanding` is an urgent push
+        self._is_urgent = False
         self._has_checked = False  # whether the last decision was a check for freed pages
         self._pause_s = 0.0  # after the last push, if it failed
         self._paused_until_s = -math.inf
@@ -325,7 +324,6 @@ class PrefetchPlanner:
         return None if missed is None else self._push(missed, [])
 
     def _push_planned(self, now_s: float) -> Push | Drop | None:
-        """Push the unit that a reader needs soonest, or drop to make room for it."""
         if not self.views.has_streams:
             return None
         without_room: set[str] = set()  # these streams get nothing in this decision
@@ -349,7 +347,6 @@ class PrefetchPlanner:
             room_bytes = self.memory.room_bytes()
             still = is_still(tracker, last_sign_s, now_s)
             if need_bytes > room_bytes - still * self.memory.budget_bytes // STILL_DIVISOR:
-                # A tentative or still stream is passed over, and not given room by drops.
                 if tracker.reader.tentative or still:
                     without_room.add(tracker.name)
                     continue

@@ -68,7 +68,6 @@ _OF_ROOT = protocol.CommonAttributes(0, 0, BLOCK_BYTES)
 """Content files and images belong to root, whoever owns the dataset's entries."""
 
 THREADS_MAX = 1024
-"""The most threads in `_read_offsets`; beyond that all are forgotten."""
 
 _T = TypeVar("_T")
 
@@ -228,7 +227,7 @@ class NativeSession(KernelSession):
         self._end_if_unused(tree)
 
     def retired_trees(self) -> dict[int, str]:
-        """The devices of earlier trees that are still in use, by their former mount IDs."""
+        """The devices of earlier trees that are in use, by their former mount IDs."""
         return {
             each.mount_id: each.device
             for each in self._trees
@@ -250,7 +249,6 @@ class NativeSession(KernelSession):
                 raise DieselError(f"{each.source} is mounted inside, on {each.path}")
 
     def _add_tree(self, version: TreeVersion) -> _Tree:
-        """Makes the contents of a version readable, before its tree is mounted."""
         chain = version.image.chain
         node = next((node for node, each in self._contents.items() if each.chain == chain), 0)
         if not node:
@@ -377,7 +375,6 @@ class NativeSession(KernelSession):
             syscalls.umount2(self._mountpoint, syscalls.MNT_DETACH)
 
     def _answer_during(self, work: Callable[[], _T]) -> _T:
-        """Runs `work` in a thread, and answers requests meanwhile."""
         done = os.eventfd(0, os.EFD_CLOEXEC)
         working = _OwnThread(work, lambda: os.eventfd_write(done, 1))
         poll = select.poll()

@@ -63,9 +63,8 @@ change nothing, and the readers need the processors."""
 _SOON, _NOW = 1, 2  # the worker's mark of an entry; 0: not pushed soon
 
 _COUNT_BYTES = 64
-"""The bytes before the marks: the count of the worker's progress, in 8 bytes; flags in bytes 8 (the
-worker wants few misses), 9 (a READ has failed) and 10 (the store is slow); at 16 the number of
-entries, in 8 bytes."""
+"""The bytes before the held READs: the count of the worker's progress, in 8 bytes; three flags, a
+byte each; at 16 the number of entries, in 8 bytes."""
 _FEW_AT, _FAILED_AT, _SLOW_AT, _ENTRIES_AT = 8, 9, 10, 16
 
 _HELD = np.dtype(
@@ -204,7 +203,6 @@ class PushStatusMap:
         self._failed[0] = 1
 
     def takes_miss(self) -> bool:
-        """Whether the worker wants a report of the current miss."""
         if not self._few[0]:
             return True
         now_s = time.monotonic()

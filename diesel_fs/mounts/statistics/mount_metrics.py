@@ -32,7 +32,6 @@ def metrics_text(stats: Stats) -> str:
 
 
 def _at(stats: Stats, path: str) -> object:
-    """The value at a path of names with dots between them."""
     found: object = stats
     for name in path.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None

@@ -29,7 +29,6 @@ READERS_MAX = 64
 forgotten; a rank only if all others are ranks, too."""
 
 THREADS_MAX = 4096
-"""Threads to remember; then all are forgotten, and looked up again."""
 
 THREADS_MAX_AGE_S = 60.0
 """The kernel may give a thread's number to another process later."""
@@ -37,7 +36,6 @@ THREADS_MAX_AGE_S = 60.0
 _CAUSES = tuple(WaitCause)
 
 CAUSE_NAMES = ("metadata", "mount", "prefetch", "decompression", "peer", "store")
-"""The causes, in the order in which they are shown."""
 
 
 class ReaderGroup(NamedTuple):
@@ -63,9 +61,9 @@ class WaitClock:
     __slots__ = ("at_s", "causes_s", "requests_s", "virtual_s", "waited_s", "waiting")
 
     def __init__(self) -> None:
-        self.waiting = 0  # requests that wait now
+        self.waiting = 0
         self.at_s = 0.0  # while a request waits: all time before this is counted
-        self.virtual_s = 0.0  # see the module
+        self.virtual_s = 0.0
         self.waited_s = 0.0  # the time in which at least one request waited
         self.causes_s = [0.0] * len(_CAUSES)  # `waited_s`, divided among the causes
         self.requests_s = [0.0] * len(_CAUSES)  # by cause: the sum over all requests
@@ -114,7 +112,7 @@ class _Reader:
         # By cause: the time of requests that were answered at once while no other request of the
         # mount waited. To count it here takes half the time that the clocks take.
         self.alone_s = [0.0] * len(_CAUSES)
-        self.seen_s = 0.0  # when its last request came
+        self.seen_s = 0.0
         self.clock = WaitClock()
         self.clocks = () if mount is None else (mount, self.clock)
 
@@ -206,7 +204,7 @@ class Waits:
         self._identify = identify
         self._clock = WaitClock()
         self._waiting: set[Wait] = set()
-        self._nobody = _Reader(UNSEEN, None)  # for processes that do not count as readers
+        self._nobody = _Reader(UNSEEN, None)
         self._readers: dict[tuple[int | None, int], _Reader] = {}
         self._dropped_alone_s = [0.0] * len(_CAUSES)  # the `alone_s` of forgotten readers
         self._by_thread: dict[int, _Reader] = {}

@@ -75,7 +75,7 @@ class ListRef:
     name: ListName
     by_filelist: bool
     node: int
-    version: int  # of the dataset
+    version: int
 
 
 class ListObserver:
@@ -86,8 +86,7 @@ class ListObserver:
     """
 
     async def current_list(self) -> ListName:
-        """The list that `filelist` shows now. May wait a moment to learn which files were
-        opened."""
+        """May wait a moment to learn which files were opened."""
         return ListName(0, 0, GROUP_SIZE_DEFAULT)
 
     async def on_lookup(self, ref: ListRef) -> None:
@@ -97,7 +96,6 @@ class ListObserver:
         """Called when a program begins to read a list."""
 
     def stats(self) -> dict[str, object]:
-        """The value of `lists` in `.diesel/stats`."""
         return {}
 
 
@@ -121,7 +119,7 @@ class _ListNode:
 
     node: int
     ref: ListRef
-    paths: PathLists  # of its version
+    paths: PathLists
     nul: bool  # NUL bytes end the paths, not newlines
     size: int
     mtime_ns: int
@@ -157,7 +155,7 @@ class HiddenFolder:
         self._current: dict[bytes, _FileVersion] = {}  # of generated files, by name
         self._nodes: dict[int, _FileVersion | _ListNode] = {}
         self._next_node = _FILES_FROM
-        self._contents: OrderedDict[int, memoryview] = OrderedDict()  # of lists
+        self._contents: OrderedDict[int, memoryview] = OrderedDict()
         self._contents_bytes = 0
         self._generator_limiter = trio.CapacityLimiter(1)
 
@@ -265,7 +263,7 @@ class HiddenFolder:
     # generated files ------------------------------------------------------------------------------
 
     def _file_version(self, name: bytes) -> _FileVersion | None:
-        """The present content, made again if it is too old; None if there is no such file."""
+        """None if there is no such file."""
         file = self._files.get(name)
         if file is None:
             return None
@@ -372,7 +370,7 @@ class HiddenFolder:
         return content
 
     def _reserve(self, found: _ListNode) -> None:
-        """Counts memory for a list, and drops others if needed. Raises FuseErrno(ENOMEM)."""
+        """Raises FuseErrno(ENOMEM)."""
         over = self._contents_bytes + found.size - self._lists_bytes_max
         for node in tuple(self._contents):
             if over <= 0:

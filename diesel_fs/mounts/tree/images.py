@@ -147,7 +147,7 @@ def _mapped(descriptor: int) -> memoryview:
 
 
 def _build_kept(path: Path, snapshot: Snapshot, shown: Shown, chain: "_Chain") -> None:
-    """Builds in the dataset's chain. Raises OSError and the errors of `build_image`."""
+    """Raises OSError and the errors of `build_image`."""
     earlier = _last_image(path.parent, snapshot.identity, chain) or uuid4()
     try:
         pieces = build_image(snapshot, shown, earlier)
@@ -174,8 +174,7 @@ def _build_unnamed(snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
 
 
 def _build_in(descriptor: int, snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
-    """Builds in a chain of its own, in an open file, which is closed if that fails. Raises OSError
-    and the errors of `build_image`."""
+    """The open file is closed if that fails. Raises OSError and the errors of `build_image`."""
     try:
         with open(descriptor, "wb", closefd=False) as file:
             _write(file, build_image(snapshot, shown, uuid4()), snapshot)
@@ -253,8 +252,7 @@ class _Chain:
         return os.pread(self._descriptor, len(record) + 1, 0) == record
 
     def record_next(self, earlier: Image | UUID) -> None:
-        """Records an image that is being built: the one after `earlier`, or the first of that
-        chain."""
+        """The image is the one after `earlier`, or the first of that chain."""
         if isinstance(earlier, Image):
             text = self._text(earlier.chain, earlier.sequence + 1)
         else:

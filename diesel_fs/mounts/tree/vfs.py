@@ -59,7 +59,6 @@ a read has missed its deadline, the next read of the same file within this time 
 otherwise the reader would wait for two deadlines."""
 
 TIMED_OUT_MAX = 4096
-"""The most files whose missed deadline is remembered; beyond that all are forgotten."""
 
 STATS_MAX_AGE_S = 1.0
 """`.diesel/stats` does not change for this long, so that a program that calls stat on it, opens and
@@ -153,7 +152,7 @@ class Vfs:
         self._deadline_s = read_deadline_s
         self._threads = trio.CapacityLimiter(READ_THREADS)
         self._timed_out_until_s: dict[int, float] = {}  # by index; see RETRY_REFUSED_S
-        self._drained = trio.lowlevel.ParkingLot()  # of tasks that wait in `drain`
+        self._drained = trio.lowlevel.ParkingLot()
         self._clock = clock
         self._started_s = clock()
         self._hidden = HiddenFolder(
@@ -227,7 +226,6 @@ class Vfs:
     # listings ---------------------------------------------------------------------------------
 
     def folder_parent(self, node: int) -> int:
-        """The node of `..`; the root's is the root."""
         if node >= HIDDEN_ROOT:
             return self._hidden.parent(node)
         if node == ROOT:
@@ -320,7 +318,6 @@ class Vfs:
         return view
 
     def note_handed_over(self, size: int) -> None:
-        """Counts a READ that the prefetch worker has answered."""
         self.reads["hits"] += 1
         self.reads["bytes"] += size
 
@@ -350,7 +347,6 @@ class Vfs:
                 self._drained.unpark_all()
 
     async def drain(self) -> None:
-        """Waits until no request waits."""
         while self.waiting:
             await self._drained.park()
 

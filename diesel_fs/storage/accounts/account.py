@@ -162,9 +162,6 @@ def parse_public_key(text: str) -> bytes:
     return check_public_key(public)
 
 
-# Each function returns changed accounts, and leaves its argument as it is
-
-
 def with_account(accounts: Accounts, account: Account) -> Accounts:
     if account.name in accounts:
         raise ConflictError(

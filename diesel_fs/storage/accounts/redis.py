@@ -59,7 +59,7 @@ class RedisAccounts(AccountTable):
             after = edit(before.accounts)
             words: list[Word] = [SCHEMA, before.token, secrets.token_bytes(_TOKEN_BYTES)]
             for name in sorted(before.accounts.keys() - after.keys()):
-                words += [name, ""]  # removes it
+                words += [name, ""]
             for name in sorted(after):
                 if before.accounts.get(name) != after[name]:
                     words += [name, account_line(after[name])]

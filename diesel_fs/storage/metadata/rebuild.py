@@ -121,7 +121,6 @@ class _Rebuild:
         self._read_committed = read_committed
         self._before = shadow.live_state()
         self._folded: set[ChunkId] = set()
-        # `read_committed` may have no batch for some of them
         self._requested: set[ChunkId] = set()
 
     def run(self, batches: Iterable[CommitBatch]) -> int:

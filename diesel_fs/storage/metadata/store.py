@@ -34,7 +34,6 @@ DIGEST_MODULUS = 1 << 128
 
 assert RECORD.fields is not None
 KIND_AT = int(RECORD.fields["kind"][1])
-"""The position of the byte `kind` in a packed record."""
 
 
 class StoreRestarted(MetadataError):
@@ -112,7 +111,6 @@ class CommitBatch:
 
 
 ReadCommitted = Callable[[Collection[ChunkId]], Iterable[CommitBatch]]
-"""Reads the batches of chunks that were committed while a dataset was being rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +131,7 @@ class MetadataChanges:
 
     head: DatasetHead
     rows: Rows
-    chunks: Sequence[ChunkInfo]  # all of the dataset's
+    chunks: Sequence[ChunkInfo]
 
 
 class ChunkRecord(NamedTuple):

@@ -143,7 +143,7 @@ class FolderStore(ObjectStore):
                 raise _store_error(error, "write", name) from error
         try:
             self._write_once(name, parts, publish)
-        except OSError as error:  # the first try may have made the file
+        except OSError as error:  # FileExistsError too: the first try may have made that file
             raise _store_error(error, "write, in a second try", name) from error
 
     def _write_once(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
@@ -224,8 +224,7 @@ class FolderStore(ObjectStore):
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
-        """The file's descriptor and size. An OSError in the `with` becomes an error of the store.
-        """
+        """The file's descriptor and size. An OSError in the `with` becomes an error of the store."""
         try:
             fd = os.open(os.path.join(self.root, name), _READ_FLAGS)
         except OSError as error:
@@ -308,7 +307,7 @@ class FolderStore(ObjectStore):
             if error.errno not in _MISSING:
                 raise _store_error(error, "list", folder or self.root) from error
         self._check_store_present()
-        return ()
+        return ()  # it was never made, or was removed since
 
 
 class FolderReads(FastReads):
@@ -424,7 +423,7 @@ def _make_folder_durably(path: str) -> None:
         fsync_folder(os.path.dirname(path))
     except OSError:
         with contextlib.suppress(OSError):
-            os.rmdir(path)  # the next try makes it again
+            os.rmdir(path)
         raise
 
 

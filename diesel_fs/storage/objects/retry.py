@@ -107,7 +107,7 @@ class LongPauses:
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
-        self._until_s = 0.0  # the end of the last pause in the log; monotonic
+        self._until_s = 0.0
         self._lock = threading.Lock()
 
     def wait(self, seconds: float, reason: str) -> None:

@@ -69,6 +69,7 @@ def check_prefix(prefix: str) -> None:
 
 
 def check_end(name: str, end: int, size: int) -> None:
+    """Raise TruncatedError if `size` is less than `end`."""
     if end > size:
         raise TruncatedError(f"{name}: ends at byte {size}, wanted up to {end}", offset=size)
 
@@ -129,7 +130,6 @@ class Leftover:
 
 
 Part = tuple[str, int, int]
-"""The object's name, the part's first byte, and its length in bytes."""
 
 AnyPart = TypeVar("AnyPart", Part, tuple[int, int, int])
 
@@ -165,7 +165,6 @@ class ReadGroup(NamedTuple):
 
 
 IN_MEMORY, IN_STORE = -2, -1
-"""Values of `ChunkReader.places` that are not the number of a node."""
 
 
 def give_up(groups: Iterator[ReadGroup]) -> None:

@@ -22,9 +22,9 @@ class LoaderStreams:
         self.epoch = -1
         self._lag_entries = 0
         self._orders: dict[ShownVersion, SampleFiles] = {}
-        self._announced_to: set[ShownVersion] = set()  # the mounts that know the current epoch
+        self._announced_to: set[ShownVersion] = set()
         self._is_planned = False
-        self._failures = 0  # the table's `failures` when the epoch began
+        self._failures = 0
         self.announced = 0  # entries, in epochs that have begun
         self.planned_epochs = 0  # those with at least one announced entry
 

@@ -62,9 +62,7 @@ class SampleTable(Protocol):
         ...
 
     @property
-    def failures(self) -> int:
-        """How many plans have failed: samples did not open their planned files."""
-        ...
+    def failures(self) -> int: ...
 
 
 class FileTable:
@@ -88,7 +86,6 @@ class FileTable:
 
     @property
     def found(self) -> int:
-        """Samples with at least one file."""
         has_any = np.zeros(self.size, np.bool_)
         for parts in self._added.values():
             for indices, _ in parts:
@@ -222,6 +219,7 @@ class MountedFiles:
         self.refresh()
 
     def refresh(self) -> None:
+        """List the mounts anew, and forget their snapshots."""
         self._mounts = dataset_mounts(mounts())
         self._snapshots.clear()
         self._folders.clear()

@@ -38,9 +38,7 @@ epoch begins, so one epoch is enough."""
 class _Check(NamedTuple):
     planned: int
     opened: int
-    """Planned files that were opened."""
     others: int
-    """Opened files of mounts that were not planned."""
 
 
 class ObservedTable:

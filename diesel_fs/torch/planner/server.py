@@ -213,7 +213,6 @@ class _Process:
         return b"" if message.get("do") == "chunks" else None
 
     def end(self) -> None:
-        """The process has closed its connection."""
         for name in [*self._streams]:
             self._leave(name)
 
@@ -300,7 +299,7 @@ class _Process:
             self._summary.note(
                 f"{table.size - table.found:,} of {table.size:,} files of a dataset lie in no mount"
             )
-        for shown in table.mounts:  # connect before the first epoch begins
+        for shown in table.mounts:
             self._controls.of(shown)
 
     def _observe(self, message: HookMessage, table: ObservedTable) -> None:

@@ -23,7 +23,6 @@ class Interval:
     """Seconds since the start of the command."""
     batches: int
     waited_s: float
-    """The time in which the loop waited for batches."""
     computed_s: float
     """The time between a batch and the request for the next one."""
 
@@ -38,7 +37,6 @@ class MeasuredWorkers:
 
     workers: int
     at_once: int
-    """How many workers may prepare batches at the same time."""
     cores: float
     batches: int
     fetch_s: float
@@ -95,7 +93,6 @@ class LoopTimes:
             self.measured = epoch, new
 
     def advice(self) -> str | None:
-        """What the user should change about the workers, if anything."""
         if self.measured is None:
             return None
         epoch, workers = self.measured
@@ -144,7 +141,6 @@ class Summary:
     """The announcements and the times of a training command, and the notes for its user."""
 
     processes: int = 0
-    """Python processes that loaded the hook."""
     epochs: int = 0
     """Epochs that loaders have begun, of datasets whose files can be planned."""
     planned_epochs: int = 0

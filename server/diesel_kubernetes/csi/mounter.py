@@ -1,7 +1,7 @@
 """Starts and ends mounts: the interface, and its implementation by processes.
 
 `ProcessMounter` is for nodes on which the plugin is a service of the system, `PodMounter`
-(`pods.py`) for clusters. `state.py` explains a mount's name and folder.
+(`pods.py`) for clusters.
 """
 
 from contextlib import suppress

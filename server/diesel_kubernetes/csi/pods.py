@@ -47,8 +47,7 @@ OVERHEAD_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class PodOptions:
-    """The common parts of all mount pods. They request `cpu` and `memory`, in the notation of
-    Kubernetes."""
+    """`cpu` and `memory` are in the notation of Kubernetes."""
 
     node: str
     namespace: str
@@ -68,7 +67,7 @@ def pod_manifest(
     """The manifest has no secret value, only the Secret's name."""
     folder = state.folder(name)
     environment = mount_environment(volume, folder, state.cache)
-    # The mount propagates to the node from its own folder; the pod sees no other mounts
+    # The mount propagates to the node from its own folder
     places = [
         (str(folder), "Bidirectional", False, "Directory"),
         (str(state.cache), "None", False, "Directory"),

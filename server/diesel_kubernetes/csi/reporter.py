@@ -1,8 +1,7 @@
 """Reports the shares of datasets on this node to the cluster; the operator reads the reports.
 
-The report is a ConfigMap of the driver's namespace (`../reports.py`). The plugin's pod owns it, so
-the cluster deletes it when the node or the driver is removed. A thread of its own measures, since
-mounts may hang.
+The plugin's pod owns it, so the cluster deletes it when the node or the driver is removed. A thread
+of its own measures, since mounts may hang.
 """
 
 import logging

@@ -72,7 +72,7 @@ class MountTable:
         return cls(roots, {name: tuple(paths) for name, paths in binds.items()}, entries)
 
     def at(self, target: str) -> tuple[TargetState, str]:
-        """Returns the state of a target, and the mount's name if it is OURS."""
+        """The second value is the mount's name if the target is OURS."""
         top = topmost_at(target, self.entries)
         if top is None:
             return TargetState.FREE, ""

@@ -3,7 +3,7 @@
 `OPERATOR.md` is the authority: each field, each object that is made, the state after a crash.
 
 Start at `datasets.py`, which decides the next step for a Dataset, as `training.py` does for a
-TrainingJob. `controller.py` reads an object, lets them decide, and does the step.
+TrainingJob.
 
 | part | files |
 | --- | --- |

@@ -57,9 +57,6 @@ class AnyObject:
     metadata: Metadata = field(default_factory=Metadata)
 
 
-# Jobs
-
-
 @dataclass(frozen=True, slots=True)
 class JobStatus:
     conditions: tuple[Condition, ...] = ()
@@ -71,9 +68,6 @@ class JobStatus:
 class Job:
     metadata: Metadata = field(default_factory=Metadata)
     status: JobStatus = field(default_factory=JobStatus)
-
-
-# Pods
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +163,9 @@ class Pod:
 
     @property
     def first_state(self) -> ContainerState:
-        """The state of the first container; empty before the pod has been started."""
+        """Empty before the pod has been started."""
         found = self.status.container_statuses
         return found[0].state if found else ContainerState()
-
-
-# Nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +188,6 @@ class ClusterNode:
     @property
     def is_ready(self) -> bool:
         return any(each.type == "Ready" and each.holds for each in self.status.conditions)
-
-
-# Secrets
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Reads and writes objects of the Kubernetes API, as plain dictionaries.
 
 The controller decodes them (`decoding.py`): a pod template may have fields that no library knows
-yet. Errors are those of lightkube (`ApiError`, which has the status) and of httpx2.
+yet.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -22,7 +22,7 @@ from .api_objects import AnyObject, Metadata
 from .decoding import Json, decode
 from .resources import VERSION
 
-CHUNK = 500  # objects in one response
+CHUNK = 500
 
 
 class Pods(GenericNamespacedResource):
@@ -82,7 +82,7 @@ _STATUS = {kind: _status_of(kind) for kind in (Datasets, TrainingJobs)}
 _KINDS: dict[str, type[GenericNamespacedResource]] = {
     "Pod": Pods, "Secret": Secrets, "Service": Services, "Event": Events, "Job": Jobs,
 }  # fmt: skip
-Owner = type[Datasets] | type[TrainingJobs]  # of Jobs and pods
+Owner = type[Datasets] | type[TrainingJobs]
 
 
 class Cluster:

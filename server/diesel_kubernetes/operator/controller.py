@@ -13,9 +13,9 @@ between any two writes. All tasks run in one asyncio loop:
 If somebody else changes an object between a read and a write, the API server refuses the write
 (409), and `handle` plans another turn.
 
-Only hints are kept between turns: names of pods (`KnownPods`), the reports, and the nodes of each
-Dataset (`_known_datasets`). They save list requests to the API server. A wrong hint costs such a
-request, or a turn, and never decides anything.
+Only hints are kept between turns, to save list requests: names of pods (`KnownPods`), the reports,
+and the nodes of each Dataset (`_known_datasets`). A wrong hint costs a request or a turn, and never
+decides anything.
 """
 
 import asyncio
@@ -79,8 +79,7 @@ YOUNG_S = 5.0
 
 
 class Hindered(Exception):
-    """An object of a TrainingJob cannot be made now; the queue tries again. `reason` is that of the
-    condition in the status."""
+    """An object of a TrainingJob cannot be made now; the queue tries again."""
 
     def __init__(self, reason: str, why: str) -> None:
         super().__init__(why)
@@ -149,7 +148,7 @@ class Reconciler:
         self._holdings = ReportedHoldings()
         self._known_datasets: dict[Key, tuple[Held, frozenset[str]]] = {}
         self._wrong_reports: set[str] = set()
-        self._is_blind = False  # the last reading of the reports failed
+        self._is_blind = False
         self._http: httpx2.AsyncClient | None = None  # made when needed: that takes 0.1 s
 
     def note_pod(self, raw: Json, *, is_gone: bool) -> None:
@@ -160,8 +159,8 @@ class Reconciler:
             await self._http.aclose()
 
     async def handle(self, key: Key) -> float | None:
-        """Returns the seconds until the object's next turn; None: no turn is planned. Raises
-        Hindered, ApiError: the queue tries again later."""
+        """Returns the seconds until the object's next turn (None: no turn is planned). Raises
+        Hindered, ApiError."""
         handle = self._dataset if key.plural == DATASETS else self._training_job
         try:
             return await handle(key)
@@ -169,8 +168,6 @@ class Reconciler:
             if error.status.code == HTTPStatus.CONFLICT:
                 return CONFLICT_S
             raise
-
-    # What nodes hold
 
     async def refresh_holdings(self) -> None:
         """Wakes the Datasets with changed shares. If the reports cannot be read, the earlier ones
@@ -212,8 +209,6 @@ class Reconciler:
         else:
             nodes = frozenset(each.name for each in seen.status.nodes or ())
             self._known_datasets[key] = held, nodes
-
-    # Datasets
 
     async def _get_dataset(self, namespace: str, name: str) -> DatasetObject | None:
         raw = await self._cluster.get(Datasets, namespace, name)
@@ -329,8 +324,6 @@ class Reconciler:
             if any(each.name == seen.name for each in job.given.datasets):
                 self.wake(Key(TRAINING_JOBS, seen.namespace, job.name))
 
-    # TrainingJobs
-
     async def _training_job(self, key: Key) -> float | None:
         raw = await self._cluster.get(TrainingJobs, key.namespace, key.name)
         if raw is None:
@@ -409,7 +402,6 @@ class Reconciler:
 
 @contextmanager
 def _forbidden(reason: str) -> Iterator[None]:
-    """A refusal of the cluster (403) becomes Hindered."""
     try:
         yield
     except ApiError as error:
@@ -419,8 +411,8 @@ def _forbidden(reason: str) -> Iterator[None]:
 
 
 def _is_own_job(job: Job, seen: Object) -> bool:
-    """Whether a Job with the Dataset's label belongs to this Dataset, not to an earlier one of its
-    name. A reclaim Job has no owner: the label is enough."""
+    """An earlier Dataset may have had the same name. A reclaim Job has no owner: the label is
+    enough."""
     is_reclaim = job.metadata.labels.get(LABEL_PURPOSE) == RECLAIM
     return is_reclaim or job.metadata.is_owned_by(seen.uid)
 

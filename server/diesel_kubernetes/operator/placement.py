@@ -2,7 +2,6 @@
 
 The score of a node is that of DLCache (section III-B), and admission is its algorithm 1. Both count
 *blocks*: parts of datasets in nodes' caches. Fractions are exact, so equal nodes have equal scores.
-`OPERATOR.md` defines free storage, and how blocks are counted.
 """
 
 from collections.abc import Mapping, Sequence

@@ -11,8 +11,7 @@ All tasks run in one asyncio loop, and code between two waits (`await`) is atomi
 A key is in one of three states: waiting (in `_waiting`, and once in `_ready`), in the hands of one
 worker (in `_busy`), or idle, maybe with the time of its next turn in `_due`. If a key is added
 while a worker has it, it is only marked (`_again`), and the worker adds it at the end of the turn.
-So no change is lost, and no two workers have the same key. A time in `_due` that was replaced or
-removed stays in the heap `_timers`; the task for due keys skips it.
+So no change is lost, and no two workers have the same key.
 
 A cancelled `run` ends all workers in the middle of their turns, which are safe to do twice
 (`controller.py`).
@@ -65,7 +64,7 @@ class WorkQueue:
             self._ready.put_nowait(key)
 
     def add_later(self, key: Key, after_s: float) -> None:
-        """Gives a key a turn after `after_s`, unless it is added, or due, earlier."""
+        """Does nothing if the key is added, or due, earlier."""
         due = asyncio.get_running_loop().time() + after_s
         if key in self._due and self._due[key] <= due:
             return
@@ -92,7 +91,7 @@ class WorkQueue:
             try:
                 after_s = await self._handle(key)
                 self._failures.pop(key, None)
-            except Exception as error:  # the other keys have their turns
+            except Exception as error:
                 count = self._failures[key] = self._failures.get(key, 0) + 1
                 after_s = min(PAUSE_S * 2 ** min(count - 1, 16), PAUSE_MAX_S)
                 log.warning(

@@ -60,7 +60,6 @@ class RepositoryPlace:
 
     @property
     def can_share_caches(self) -> bool:
-        """Whether a server or a Redis lets the nodes of a task find each other."""
         parsed = parse_url(self.url)
         scheme = parsed.meta.partition("://")[0] if parsed.meta else ""
         return parsed.scheme in ("diesel", "diesel+tls") or scheme in _META_SCHEMES
@@ -83,7 +82,6 @@ class DatasetSpec:
     keep: int
     """A purge keeps this number of versions; -1: no purge."""
     reclaims: bool
-    """Whether deleting the object deletes the data."""
     warms_up: bool
     placement: GivenPlacement
     preparation: GivenPreparation
@@ -200,7 +198,7 @@ class TrainingSpec:
     replicas: int
     uses: tuple[DatasetUse, ...]
     template: Json
-    """The user's pod template; this release may not know all of its fields."""
+    """This release may not know all of its fields."""
     pod: PodSpec
     one_per_node: bool
     checks_storage: bool

@@ -1,7 +1,6 @@
 """The requests about accounts: `users`, `set_user`, `remove_user`, `import_users`, `grant`.
 
-`WIRE.md`, section 5, has their fields. `DirectAdministration` checks, in the same step as the
-change, that the user may make it.
+`DirectAdministration` checks, in the same step as the change, that the user may make it.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """One client's connection to the server: greeting, login, requests and answers (`WIRE.md`).
 
-`channel.py` moves bytes, and `requests/dispatcher.py` runs handlers.
-
 Concurrency: one task reads requests. Each request under way has a task of its own, which answers
 it; a lock lets one of these tasks write at a time. Memory for a request is taken from the worker's
 budget before its payload is received, and given back after its answer. Every wait has a deadline,
@@ -82,9 +80,9 @@ class ConnectionContext:
     redactions: Mapping[str, str] = field(default_factory=dict)
     """Texts that clients must not see (all spellings of a store's address), with replacements,
     longest first. Everything that a connection sends goes through `redacted`."""
-    under_way: int = 0  # requests
-    by_user: Counter[str] = field(default_factory=Counter)  # requests under way
-    is_draining: bool = False  # the server shuts down
+    under_way: int = 0
+    by_user: Counter[str] = field(default_factory=Counter)
+    is_draining: bool = False
     refusals: RefusalLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -142,7 +140,7 @@ class ClientConnection:
         self._writing = trio.Lock()
         self._slots = trio.Semaphore(limits.REQUESTS_PER_CONNECTION_MAX)
         self._ids: set[int] = set()
-        self._waiting: trio.CancelScope | None = None  # of the wait for the next request
+        self._waiting: trio.CancelScope | None = None
         self._nursery: trio.Nursery | None = None
         self._counted = (0, 0)  # bytes received and sent that the metrics have
 
@@ -153,7 +151,7 @@ class ClientConnection:
                 if await self._log_in(held):
                     await self._serve_requests()
         except ClientGone as error:
-            if str(error):  # of the TLS handshake
+            if str(error):
                 self.note_refusal("greeting", str(error))
         except (CorruptError, ForeignError) as error:
             self.note_refusal("frame", error.message)
@@ -166,7 +164,7 @@ class ClientConnection:
                 self._channel.close()
 
     async def refuse(self, reason: str, sentence: str) -> None:
-        """Logs a refusal, sends the client the sentence, and closes. Call it in place of `run`."""
+        """Call this in place of `run`."""
         self.note_refusal(reason, sentence)
         try:
             with trio.move_on_after(limits.REFUSING_S):
@@ -181,11 +179,9 @@ class ClientConnection:
                 self._channel.close()
 
     def stop(self) -> None:
-        """Lets requests under way finish, and begins no other."""
+        """Requests under way finish; no other begins."""
         if self._waiting is not None and not self._ids:
             self._waiting.cancel()
-
-    # Greeting and login
 
     async def _log_in(self, held: ExitStack) -> bool:
         """Returns whether the client is a user now. `held` keeps the user's place among the
@@ -229,7 +225,7 @@ class ClientConnection:
         return await self._authenticate(message, nonce, binding)
 
     async def _greet(self) -> tuple[bytes, bytes]:
-        """Returns the nonce for the client (empty if it was refused), and the binding."""
+        """The nonce is empty if the client was refused."""
         self._channel, binding = await self._opener()
         self._secured = binding != wire.NO_BINDING
         await self._channel.wait()
@@ -287,8 +283,6 @@ class ClientConnection:
             log.exception("a login met a bug: from=%s", self._peer)
             await self._send_final_error(DieselError("internal error"))
         return None
-
-    # Requests
 
     async def _serve_requests(self) -> None:
         ended: Exception | None = None
@@ -469,8 +463,6 @@ class ClientConnection:
             if self._context.is_draining:
                 self.stop()
 
-    # Sending
-
     async def _answer_error(
         self, number: int, error: DieselError, retry_after_s: float | None = None
     ) -> None:
@@ -489,8 +481,7 @@ class ClientConnection:
         return redacted
 
     async def _send(self, parts: "list[bytes | bytearray | memoryview]", size: int = 0) -> None:
-        """Sends one frame with a payload of `size` bytes. Raises ClientGone if it takes too
-        long."""
+        """The frame has a payload of `size` bytes. Raises ClientGone if it takes too long."""
         try:
             self._writing.acquire_nowait()
         except trio.WouldBlock:

@@ -40,15 +40,14 @@ class Listener:
     ) -> None:
         self._sockets = sockets
         self._context = context
-        self.certificate = certificate  # for new connections; it may be replaced at any time
+        self.certificate = certificate  # may be replaced at any time
         self._connections: set[ClientConnection] = set()
         self._refusing = 0
         self._stopping = trio.Event()
         self._drained = trio.Event()
 
     def stop(self) -> None:
-        """Accepts no more clients. `run` ends when requests under way have ended, or after
-        `DRAIN_S`."""
+        """`run` ends when requests under way have ended, or after `DRAIN_S`."""
         self._context.is_draining = True
         self._stopping.set()
         for connection in list(self._connections):

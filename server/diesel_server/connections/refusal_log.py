@@ -20,8 +20,7 @@ LINE_RATE = Rate(20, 5.0)
 """A network may cause 20 lines at once, then one in 5 s (`limits.network_of`)."""
 
 NETWORKS_MAX = 1024
-"""Beyond this number, the network that was silent longest is forgotten. If lines about more of them
-are left out, all counts of left-out lines are dropped: they only inform."""
+"""Beyond this number, the network that was silent longest is forgotten."""
 
 _TEXT_MAX = 64
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-:[]%")

@@ -22,11 +22,10 @@ EVERY_S = 5.0
 EVERY_S_MAX = 300.0
 """The pause grows up to this while comparisons fail: each lists all datasets' chunks."""
 
-_DEADLINE_S = 3.0  # for an answer of Redis
+_DEADLINE_S = 3.0
 
 Runs = Callable[[], Sequence[str]]
-"""Returns the run IDs of the metadata store's servers; Redis makes a new one at each start. Blocks.
-Raises DieselError."""
+"""Returns the run IDs of the metadata store's servers. Blocks. Raises DieselError."""
 
 
 class RedisRuns:
@@ -49,7 +48,7 @@ class RedisRuns:
 async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None:
     """Never returns. `runs` is None if the metadata store is not a Redis."""
     one_thread = trio.CapacityLimiter(1)
-    compared: Sequence[str] | None = None  # at the last comparison
+    compared: Sequence[str] | None = None
     succeeded = True
     has_begun = False
     pause_s = EVERY_S
@@ -60,7 +59,7 @@ async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None
                 now = await trio.to_thread.run_sync(
                     runs, limiter=one_thread, abandon_on_cancel=True
                 )
-            except DieselError:  # Redis is away, which requests report
+            except DieselError:  # Redis is away
                 now = compared
         if not has_begun or not succeeded or now != compared:
             if succeeded and compared is not None:

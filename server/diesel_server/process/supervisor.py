@@ -38,11 +38,11 @@ PROGRAM = (sys.executable, "-P", "-m", "diesel_server.process.worker")
 START_S = 60.0
 """A starting worker may wait for a Redis that loads its data."""
 
-_END_S = limits.DRAIN_S + 8.0  # for all workers to end; then they are killed
-_PAUSE_S = 0.1  # before a worker is started again; it doubles up to the maximum
+_END_S = limits.DRAIN_S + 8.0  # then the workers are killed
+_PAUSE_S = 0.1  # before a worker is started again; doubles up to the maximum
 _PAUSE_S_MAX = 10.0
 _BEATS_MISSED_MAX = 15  # looks, one a second; a healthy loop was never busy for longer than one
-_WELL_S = 60.0  # after a worker has lived for this time, the pause is short again
+_WELL_S = 60.0  # after this time, the pause is short again
 _STATUS_BYTES_MAX = 64 << 10
 
 
@@ -111,8 +111,6 @@ class Supervisor:
         if options.metrics is not None:
             port = self._metrics[0].getsockname()[1]
             log.info("metrics at http://%s/metrics", HostPort(options.metrics.host, port))
-
-    # Workers
 
     async def _start_all(self, nursery: trio.Nursery) -> None:
         """Returns when all workers accept connections. Raises the error of the first that
@@ -243,8 +241,6 @@ class Supervisor:
             for process in list(self._running.values()):
                 await process.wait()
 
-    # Signals
-
     async def _handle_signals(self, signals: AsyncIterator[int], nursery: trio.Nursery) -> None:
         async for number in signals:
             if number == signal.SIGHUP:
@@ -267,11 +263,11 @@ class Supervisor:
 async def _start_report(
     process: trio.Process, status: trio.lowlevel.FdStream, config: WorkerConfig
 ) -> bytes:
-    """Returns the worker's report, empty if it ended without one. Raises DeadlineError."""
+    """The report is empty if the worker ended without one. Raises DeadlineError."""
     assert process.stdin is not None
     with trio.move_on_after(START_S):
         async with status:
-            with suppress(trio.BrokenResourceError):  # it has ended; its report may have the reason
+            with suppress(trio.BrokenResourceError):
                 await process.stdin.send_all(config_line(config))
             return await _all(status)
     raise DeadlineError(f"a worker did not start within {START_S:g} s", advice="see its log")

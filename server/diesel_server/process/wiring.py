@@ -41,10 +41,10 @@ from .worker_config import WorkerConfig
 log = logging.getLogger("diesel.server")
 
 _STORE = "the server's store"
-_ACCOUNTS_S = 3.0  # for an answer of the accounts' store
+_ACCOUNTS_S = 3.0
 
 MEMORY_TIER_BYTES = 256 << 20
-"""Without a cache folder, a worker keeps this much in memory: dozens of chunks."""
+"""A worker without a cache folder keeps this in memory: dozens of chunks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,7 @@ It is a program of its own and not a fork, since libraries of object stores hang
 processes.
 
 At SIGTERM, or when the supervisor ends, a worker finishes the requests under way, for at most
-`DRAIN_S`, and ends. SIGHUP makes it load its certificate again. It ignores a terminal's other
-signals, which the supervisor handles.
+`DRAIN_S`, and ends. SIGHUP makes it load its certificate again.
 """
 
 import gc
@@ -128,7 +127,7 @@ def _exit_after_drain() -> None:
 
 
 def _watch_parent(stopped: trio.Event) -> None:
-    """Sets `stopped` when the supervisor ends, which closes this process's standard input."""
+    """The end of the supervisor closes this process's standard input."""
     token = trio.lowlevel.current_trio_token()
 
     def watch() -> None:
@@ -158,7 +157,7 @@ def _shared(config: WorkerConfig) -> memoryview:
 def _report(config: WorkerConfig, line: str) -> None:
     """Only the first report arrives. Its descriptor stays taken, so that a later one, of an error
     that ends the worker, is not written into a connection that has got the same number."""
-    with suppress(OSError):  # the supervisor has ended
+    with suppress(OSError):
         os.write(config.status, line.encode() + b"\n")
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), config.status, inheritable=False)

@@ -24,12 +24,12 @@ class WorkerConfig:
     """`certificate`, `key` and `cache` are paths; "" means none."""
 
     url: str = field(repr=False)
-    slot: int  # the worker's number, from 0
+    slot: int  # from 0
     is_first: bool  # the server is starting: an error of the worker ends the server
-    sockets: Sequence[int]  # descriptors of the listening sockets
-    cells: int  # descriptor of the shared memory of the metrics
+    sockets: Sequence[int]
+    cells: int
     workers: int
-    status: int  # descriptor for the report
+    status: int
     certificate: str
     key: str
     cache: str

@@ -42,7 +42,6 @@ CONTENTS_MAX = 256
 padding)."""
 
 TAKEN_BYTES = 1 << 20
-"""About how much one batch takes over from the files of another version."""
 
 LOOK_S, LOOK_DIVISOR = 0.05, 50
 """The least time between two counts of the pages that READs have brought. The kernel walks over all
@@ -55,8 +54,7 @@ QUIET_S = 0.1
 """If no READ has come for this time, all pages that READs have brought are dropped."""
 
 NEIGHBOURS = 3
-"""If one of this many files on each side of a missed file is not resident, the kernel has probably
-freed the pages of all."""
+"""How many files on each side of a missed file `is_lost` looks at."""
 
 _ZEROS = memoryview(bytes(BLOCK_BYTES))
 
@@ -87,8 +85,8 @@ class ReadPages:
 
     content: int  # a descriptor
     has_reads: bool = False  # there may be such pages
-    _read_s: float = 0.0  # of the last READ
-    _look_s: float = 0.0  # of the next look
+    _read_s: float = 0.0
+    _look_s: float = 0.0
 
     def note_reads(self) -> None:
         self.has_reads, self._read_s = True, time.monotonic()
@@ -252,8 +250,8 @@ class ContentPageCache(PageCache):
         cuts: npt.NDArray[np.int64],
         pieces: Sequence[memoryview],
     ) -> None:
-        """Store pieces by one write for each of the `cuts`. A write has the pieces from its cut to
-        the next one, and fills the file from its `begins` to its `ends`."""
+        """Each write has the pieces from one of the `cuts` to the next, and fills the file from its
+        `begins` to its `ends`."""
         heads = store_heads(self._content.node, begins, ends - begins)
         firsts = cuts.tolist()
         for head, first, behind in zip(heads, firsts, [*firsts[1:], len(pieces)], strict=True):

@@ -1,7 +1,4 @@
-"""Numbers the markers of an order: every 256th position of an epoch, and its last one.
-
-The prefetch worker watches the files at markers with inotify: an open is a sign of the reader.
-"""
+"""Numbers the markers of an order: every 256th position of an epoch, and its last one."""
 
 import heapq
 from collections.abc import Sequence

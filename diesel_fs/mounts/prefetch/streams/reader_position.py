@@ -71,7 +71,7 @@ class ReaderPosition:
     lag: int = field(init=False)  # positions by which the workers may be apart
     spread: int = field(init=False)  # positions by which signs have lately been behind `high`
     rate: float = 0.0  # positions per second; 0 until measured
-    is_reported: bool = False  # the reader's program reports positions
+    is_reported: bool = False
     moved_s: float = -math.inf  # when a sign last raised `high`
     late_reads: deque[int] = field(default_factory=lambda: deque(maxlen=UNCONFIRMED_MAX))
     """The positions of the last READs before all claims."""

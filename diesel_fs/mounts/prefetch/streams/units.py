@@ -62,7 +62,8 @@ class Columns:
         """Raises UsageError for numbers outside the dataset."""
         array = np.asarray(entries)
         if len(array) and (array.min() < 0 or array.max() >= len(self.pages)):
-            raise UsageError(f"no entry {array.max()} among {len(self.pages)}")
+            wrong = array.min() if array.min() < 0 else array.max()
+            raise UsageError(f"no entry {wrong} among {len(self.pages)}")
         return array.astype(np.uint32, copy=False)
 
 

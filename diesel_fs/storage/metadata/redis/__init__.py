@@ -1,7 +1,6 @@
 """The metadata store in Redis, for many hosts: one server, one under sentinels, or a cluster.
 
-Reads and commits are correct whatever other clients do, even while Redis restarts or slots are
-moved. If Redis has lost data, reads raise an error instead of missing files.
+If Redis has lost data, reads raise an error instead of missing files.
 
 Read `keys.py` (keys, values, terms), `transactions.py` (how a commit over many keys is atomic),
 `store.py` (how a read gets one state), then the Lua scripts in `head_scripts.py` and

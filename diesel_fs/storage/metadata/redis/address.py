@@ -34,7 +34,7 @@ _OPTIONS = {"ca", "cert", "key", "db"}
 class RedisAddress:
     """The address of a Redis, of its sentinels, or of some nodes of a cluster."""
 
-    kind: str  # "redis", "sentinel" or "cluster"
+    kind: str
     hosts: Sequence[HostPort]
     socket: str = ""
     database: int = 0

@@ -60,6 +60,7 @@ def _redacted(text: str, where: RedisAddress) -> str:
 
 
 def translate_error(error: Exception, where: RedisAddress) -> DieselError | RetryLater:
+    """A RetryLater if the error may pass."""
     cause = error.__cause__
     if isinstance(error, errors.RedisClusterException) and isinstance(cause, errors.RedisError):
         return translate_error(cause, where)
@@ -76,7 +77,7 @@ def translate_error(error: Exception, where: RedisAddress) -> DieselError | Retr
             return _reply("OOM", text, where)
         case errors.ReadOnlyError():
             return _reply("READONLY", text, where)
-        case errors.NoScriptError():  # the scripts were just loaded: this is another server
+        case errors.NoScriptError():
             return RetryLater(MetadataError(f"{where} has just been restarted"))
         case errors.InvalidResponse():
             return RetryLater(MetadataError(f"{where} does not answer as a Redis does"))

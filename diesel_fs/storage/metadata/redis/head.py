@@ -46,8 +46,8 @@ class RedisHead:
     dataset: DatasetHead
     generation: Generation
     first: int  # the version of chunks from a rebuild: their records have 0
-    pending: Sequence[bytes]  # packed changes, perhaps not applied yet
-    pieces_by_bucket: Mapping[int, int]  # committed pieces
+    pending: Sequence[bytes]
+    pieces_by_bucket: Mapping[int, int]
 
 
 class HeadReader:

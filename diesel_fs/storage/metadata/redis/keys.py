@@ -113,7 +113,6 @@ NO_FOLDER = FolderId(bytes(FOLDER_BYTES))
 """The root's parent, which does not exist."""
 
 PieceCounts = Sequence[tuple[int, int]]
-"""Buckets, and the numbers of the chunk's pieces in them."""
 
 
 def child_folder(parent: FolderId, name: bytes) -> FolderId:
@@ -193,7 +192,6 @@ class PieceName(NamedTuple):
 
     @property
     def field(self) -> bytes:
-        """In the hash `n`."""
         return self.chunk + self.number.to_bytes(2, "big")
 
 
@@ -299,5 +297,4 @@ def entry_stamp(entry: bytes) -> Stamp:
 
 
 def hole_fields(chunk: ChunkId, entries: int) -> Iterable[bytes]:
-    """Fields of the hash `h` in which a chunk can have holes."""
     return (chunk + i.to_bytes(4, "big") for i in range(-(-entries // HOLES_PER_FIELD)))

@@ -52,7 +52,7 @@ _ALL_HOSTS_S = 5.0
 """The time to find that none of an address's hosts answers, one after the other."""
 
 _WAITAOF_MS = 1000  # per command: less than `_SOCKET_S`
-_TAGS_MAX = 1 << 16  # remembered slots of keys
+_TAGS_MAX = 1 << 16  # remembered slots of keys; also the most tries to find a key on each node
 _PAUSE_S = 0.02  # before the second try; doubles each time
 _PAUSE_S_MAX = 1.0
 _CONNECTIONS_MAX = 1 << 16
@@ -111,7 +111,7 @@ class RedisNodes(Protocol):
 
 
 class _Deadline(threading.local):
-    end_s: float = math.inf  # monotonic
+    end_s: float = math.inf
     limit_s: float = math.inf  # `extend_deadline` sets `end_s` to this long after now
 
 
@@ -178,7 +178,7 @@ class RedisLink:
             current.end_s, current.limit_s = outer
 
     def extend_deadline(self) -> None:
-        """The work of this thread makes progress."""
+        """The work of this thread makes progress: begin its deadline anew."""
         self._deadline.end_s = time.monotonic() + self._deadline.limit_s
 
     def execute(self, word: str, key: bytes, *arguments: Word) -> object:

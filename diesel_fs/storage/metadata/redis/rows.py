@@ -32,11 +32,10 @@ from .pieces import unpack_paths
 from .replies import listed, number, octets, packed_dict, pair
 
 FolderEntries = tuple[bytes, Sequence[bytes], Sequence[bytes]]
-"""A folder's path, names in it, and their packed entries."""
 
 # Replies to a pipeline take some megabytes at most
 _FOLDERS_AT_ONCE = 64
-_SCAN_ROWS = 32_768  # in all folders together
+_SCAN_ROWS = 32_768
 _NAMES_AT_ONCE = 1000
 _COMMANDS_AT_ONCE = 1000
 _PIECES_AT_ONCE = 500
@@ -184,7 +183,6 @@ class GenerationReader:
         return entries | dict.fromkeys(compress(perhaps_implied, alive), implied)
 
     def _are_alive(self, folders: Sequence[FolderId]) -> list[bool]:
-        """Whether anything but tombstones lies in each folder, at any depth."""
         alive = [False] * len(folders)
         level = list(enumerate(folders))  # position in `folders`, and a folder at or below it
         while level:
@@ -232,7 +230,7 @@ class GenerationReader:
         """Pages of hashes or sets, each with its key. Names may repeat while Redis resizes the
         hash. Raises PartialScan."""
         cursors = [(key, _START) for key in keys]
-        names = dict[bytes, set[bytes]]()  # seen so far, if there are several pages
+        names = dict[bytes, set[bytes]]()
         while cursors:
             self._at_each_page()
             portion, cursors = cursors[:keys_at_once], cursors[keys_at_once:]

@@ -45,12 +45,11 @@ from .transactions import BucketCounts, RedisTransactions, parse_bucket_counts, 
 _ROWS_AT_ONCE = 16_384
 _BYTES_AT_ONCE = 16 << 20
 _HEARTBEAT_S = 20.0
-_CLEAN_S = 3.0  # for one removal of generations; a later one goes on
+_CLEAN_S = 3.0
 _ABANDONED_S = 600
 _KEYS_AT_ONCE = 1000
 
 _NO_REVISION = (b"", b"0")
-"""REPLACE_LIVE expects this if no state is live."""
 
 
 class RedisShadowState(ShadowState):
@@ -69,12 +68,12 @@ class RedisShadowState(ShadowState):
         self._identity = identity
         self._newer_than = newer_than
         self._chunks: dict[ChunkId, None] = {}
-        self._counts: dict[int, BucketCounts] = {}  # as last returned
+        self._counts: dict[int, BucketCounts] = {}
         self._sent_pieces = Counter[int]()
         self._waiting: list[ChunkPieces] = []
         self._rows = 0
         self._bytes = 0
-        self._last_heartbeat_s = -_HEARTBEAT_S  # monotonic
+        self._last_heartbeat_s = -_HEARTBEAT_S
         # Another run ID means a restart, which may lose data
         self._run_ids = list[str]()
         self._head_run_id = b""

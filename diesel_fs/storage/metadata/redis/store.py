@@ -89,7 +89,7 @@ _CLUSTER_BUCKETS = 64
 once."""
 
 _TRIES_WITHOUT_LOCK = 3
-_QUICK_TRIES_WITHOUT_LOCK = 8  # for few entries
+_QUICK_TRIES_WITHOUT_LOCK = 8
 _TRIES_MAX = 20
 _PARTIAL_SCANS_MAX = 4
 """After this number of scans of an unchanged state that each missed something, Redis has lost data:
@@ -103,7 +103,7 @@ _RELEASE_S = 1.0  # to release a commit lock, which otherwise expires
 _FORGET_AT_ONCE = 64
 """Chunks that one transaction removes: the head's script keeps Redis busy for 1 ms."""
 
-_PATHS_AT_ONCE = 10_000  # in one round trip
+_PATHS_AT_ONCE = 10_000
 
 T = TypeVar("T")
 
@@ -517,7 +517,7 @@ class RedisMetadata(RebuildingStore):
                 except DieselError:
                     if self._transactions.is_unchanged(head):
                         raise
-                    continue
+                    continue  # it may have read half of another state
                 if self._transactions.is_unchanged(head):
                     return found
         raise changing_error(identity)

@@ -88,7 +88,6 @@ _ABANDONED_S = 600
 """The writer of an older transaction must start again."""
 
 BucketCounts = tuple[int, int, int]
-"""Applied pieces, files, bytes of the files."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Transaction:
     identity: UUID
     generation: Generation
     changes: Changes
-    frees: bool = False
+    frees: bool = False  # a full Redis must accept it, since it makes room
 
     @classmethod
     def of(
@@ -148,8 +147,8 @@ class RedisTransactions(HeadReader):
     def __init__(self, link: RedisLink, clock_ns: Callable[[], int]) -> None:
         super().__init__(link)
         self.clock_ns = clock_ns
-        self._cleaned_s = -_CLEAN_INTERVAL_S  # of the last search, monotonic
-        self._generations: dict[UUID, Generation] = {}
+        self._cleaned_s = -_CLEAN_INTERVAL_S
+        self._generations: dict[UUID, Generation] = {}  # as read last: a stale one is refused
 
     def read_head(self, identity: UUID) -> RedisHead:
         head = super().read_head(identity)
@@ -177,7 +176,7 @@ class RedisTransactions(HeadReader):
 
     def _apply_one_pending(self, identity: UUID, head: RedisHead, packed: bytes) -> None:
         generation = head.generation
-        if packed[:GENERATION_BYTES] != generation.name:  # of an old generation
+        if packed[:GENERATION_BYTES] != generation.name:  # of an old generation: drop the changes
             self._report_applied(identity, generation, packed)
         else:
             changes = unpack_changes(packed, generation.buckets)
@@ -342,11 +341,11 @@ class RedisTransactions(HeadReader):
             self.link.extend_deadline()
             replies = self.link.run_scripts(runs)
             if is_removal:
-                continue  # it has been applied
+                continue  # a removal without a piece: it has been applied
             missing = [i for i, reply in enumerate(replies) if reply is None]
             if missing:
                 if not self._is_pending(transaction):
-                    return  # rebuilt or dropped, or others have applied it
+                    return
                 if own_pieces is None:
                     raise lost_data_error(self.read_head(identity).dataset.name)
                 again = [
@@ -420,7 +419,6 @@ class RedisTransactions(HeadReader):
 
 
 def piece_keys(generation: Generation, bucket: int, folders: Sequence[FolderId]) -> list[bytes]:
-    """The keys of `APPLY` and `UNAPPLY` for a piece with entries in these folders."""
     keys = generation.script_keys(bucket)
     for folder in folders:
         keys += (generation.entries(folder), generation.below(folder))

@@ -76,7 +76,7 @@ class SqliteFile:
         self._network = file_system_of(self.path).is_network
         self._rollback = False
         self._locks_checked = False
-        self._change = threading.Condition()
+        self._change = threading.Condition()  # guards all below
         self._idle: list[sqlite3.Connection] = []
         self._in_use = 0
         self._file: tuple[int, int] | None = None
@@ -154,7 +154,7 @@ class SqliteFile:
                     connection.execute("ROLLBACK")
             reusable = True
         except DieselError:
-            reusable = True  # not SQLite's error
+            reusable = True
             raise
         finally:
             self._give_back(connection, reusable=reusable)
@@ -165,7 +165,7 @@ class SqliteFile:
                 raise BusyError(f"{self.path} cannot be used while this process forks")
             if self._unusable:
                 raise MetadataError(f"cannot use {self.path}: {self._unusable}")
-            replaced = self._file != self._identity()  # idle connections have the old file
+            replaced = self._file != self._identity()
             if replaced or (not self._rollback and self._lease_exists()):
                 self._close_idle()
             connection = self._idle.pop() if self._idle else None
@@ -375,6 +375,7 @@ class SqliteFile:
         return os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
 
     def before_fork(self) -> None:
+        """Wait for transactions, close all connections, and let none begin until `after_fork`."""
         self._change.acquire()
         self._forking = True
         self._change.wait_for(lambda: not self._in_use, self._fork_wait_s)

@@ -64,6 +64,7 @@ def dataset_of(db: sqlite3.Connection, name: str, identity: UUID) -> DatasetRow 
 
 
 def new_number(db: sqlite3.Connection) -> int:
+    """A number that no dataset ever had or will get."""
     number = _insert(db, None, b"", "")
     db.execute("DELETE FROM dataset WHERE number = ?", (number,))
     return number

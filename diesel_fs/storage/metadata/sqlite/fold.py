@@ -1,6 +1,7 @@
 """Folds committed chunks into the tables of the SQLite metadata store (FORMAT.md, section 5).
 
-A part is an extent of a file that is not complete; it waits in the table `part`.
+A part is an extent of a file that is not complete; it waits in the table `part`. Everything happens
+inside the caller's transaction, in one thread.
 """
 
 # Statements consist of constants; values are parameters.
@@ -31,7 +32,6 @@ _INSERT_MANY = (
 )
 
 _Key = tuple[int, bytes, bytes, bytes]
-"""Folder, name, stamp and record of a row without a tail."""
 
 
 class _Row(NamedTuple):

@@ -95,9 +95,9 @@ class HostLease:
         self._path = path
         self._host = host or host_boot_id()
         self._clock = clock
-        self._process = 0  # a forked child makes its own
+        self._process = 0  # that made `_token`: a forked child makes its own
         self._token = ""
-        self._fresh_until = 0.0  # when `keep` has to write; monotonic
+        self._fresh_until = 0.0
 
     def keep(self) -> None:
         """Take the lease, or renew it once half of its time has passed. Raises BusyError if another

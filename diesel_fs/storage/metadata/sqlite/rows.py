@@ -1,4 +1,7 @@
-"""Reads entries, makes folders and removes chunks in the SQLite metadata store."""
+"""Reads entries, makes folders and removes chunks in the SQLite metadata store.
+
+All objects here belong to one transaction and one thread.
+"""
 
 # Statements consist of constants; values are parameters.
 # ruff: noqa: S608

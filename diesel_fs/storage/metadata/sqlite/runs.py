@@ -9,6 +9,8 @@ time of entries. The table has this invariant:
 So code that inserts a row into `entry` or `part` first calls `split_runs`, which turns runs that
 include its name into rows of `entry`. A run holds regular files of one extent. The stamp of each is
 the run's chunk and the record's place, so it needs no column.
+
+All functions work inside the caller's transaction, in one thread.
 """
 
 import operator
@@ -119,8 +121,8 @@ def _cuts(db: sqlite3.Connection, folder: int, names: Sequence[bytes]) -> list[i
     for first, last in _ranges(db, *folder_first_last):
         before, behind = bisect_left(names, first), bisect_right(names, last)
         if before != behind:
-            return []  # a name lies within the other run
-        cuts.append(before)  # the other run lies between two names
+            return []
+        cuts.append(before)
     return [*cuts, len(names)]
 
 
@@ -136,7 +138,6 @@ def split_runs(db: sqlite3.Connection, folder: int, names: Iterable[bytes]) -> N
 def _ranges(
     db: sqlite3.Connection, folder: int, first: bytes, last: bytes
 ) -> list[tuple[bytes, bytes]]:
-    """The first and last names of runs that overlap `first` to `last`, ascending."""
     found = db.execute(
         "SELECT first, last FROM run WHERE folder = ?1 AND first <= ?3 AND first >= coalesce("
         " (SELECT max(first) FROM run WHERE folder = ?1 AND first <= ?2), x'') ORDER BY first",

@@ -79,7 +79,6 @@ class AttemptLimits:
     """S3 returns no more in one page of a listing."""
 
     def attempt_s(self, size: int, put: bool) -> float:
-        """Seconds in which one attempt must move `size` bytes."""
         if put:
             return self.put_stall_s + _put_class(size) / self.bytes_per_s_min
         return self.stall_s + size / self.bytes_per_s_min

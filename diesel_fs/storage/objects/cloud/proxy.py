@@ -93,7 +93,6 @@ def _receive_exactly(at: socket.socket, room: memoryview) -> memoryview:
 
 
 _Batch = list[str] | list[tuple[str, int, int]]
-"""Names, or (name, bytes, modified_ns)."""
 
 
 class _Sockets:
@@ -122,6 +121,7 @@ class CloudProxy(ObjectStore):
 
     @classmethod
     def open(cls, url: str, *, create: bool = False) -> Self:
+        """Raises as `open_cloud`."""
         return cls(url, *_start_helper(url, create=create))
 
     def _call(

@@ -59,7 +59,7 @@ REQUESTS_MAX = 64
 """In one process: enough for 10 Gbit/s of 4 MiB reads that take 0.2 s each."""
 
 _PARTS_AT_ONCE = 4  # of one upload; memory holds each part twice
-_WHOLE_READ_S: Final = 3600.0  # `ResponseBody.fill` bounds a read by its speed
+_WHOLE_READ_S: Final = 3600.0
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})\b")
 _BAD_KEY = re.compile(
@@ -87,7 +87,8 @@ os.register_at_fork(after_in_child=_process.forked)
 
 
 def check_process() -> None:
-    """Raise PermanentStoreError if a request would hang."""
+    """Raise PermanentStoreError if a request would hang; otherwise note that this process sends
+    one."""
     if _process.inherited:
         raise PermanentStoreError(
             "an object store in the cloud was used before this process was forked",
@@ -149,7 +150,7 @@ class CloudRequests:
         self._environ = environ
         self._access: BucketAccess | None = None
         self._clients: dict[float, _Client] = {}
-        self._opening = threading.Lock()
+        self._opening = threading.Lock()  # while credentials are read and clients made
         self._host = ""
 
     def put(self, key: str, parts: Sequence[Bytes], *, create: bool) -> None:
@@ -217,6 +218,7 @@ class CloudRequests:
             yield body
 
     def head(self, key: str) -> CloudObject:
+        """Raises ObjectMissing (also for a missing bucket)."""
         return self._send("stat", key, lambda client: _found(obstore.head(client, key)))
 
     def delete(self, key: str) -> None:
@@ -368,7 +370,7 @@ def _no_answer(what: str, text: str) -> DieselError:
         return PermanentStoreError(
             f"{what}: the bucket is in another region", advice="set AWS_REGION"
         )
-    if "non-partial response" in text:  # the whole object, or an error page
+    if "non-partial response" in text:
         return AttemptFailed(f"{what}: the answer is not of the range that was asked for")
     if "invalid list response" in text:
         return AttemptFailed(f"{what}: the answer is no listing")
@@ -423,7 +425,7 @@ def _make_client(
                     client_options=client,
                     retry_config=retry,
                 )
-    except (BaseError, ValueError):
+    except (BaseError, ValueError):  # its text may show a secret
         raise PermanentStoreError(
             f"{location}: the settings in the environment do not make a client",
             advice="check the vendor's variables (AWS_..., GOOGLE_..., AZURE_...)",

@@ -105,7 +105,6 @@ class S3Source:
 
     @cached_property
     def _client(self) -> _Client:
-        """Repeats nothing."""
         environ, limits = os.environ, self.limits
         session = botocore.session.get_session()
         style = "virtual" if _is_set("AWS_VIRTUAL_HOSTED_STYLE_REQUEST") else "auto"

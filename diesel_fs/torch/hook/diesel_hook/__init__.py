@@ -43,7 +43,7 @@ def install_from_environment() -> None:
 def has_joined() -> bool:
     """Whether this process sends its reads to a launcher, by `dlcmd run` or
     `diesel_fs.torch.join`."""
-    by_launcher = sys.modules.get("diesel_hook")  # the copy of this module from `sitecustomize`
+    by_launcher = sys.modules.get("diesel_hook")
     return bool(_links or getattr(by_launcher, "_links", ()))
 
 

@@ -49,7 +49,6 @@ class _Sampler(Protocol):
 
 class Grouping(NamedTuple):
     chunks: _Tensor
-    """The number of each sample's chunk; -1: not known."""
     group_size: int
 
 

@@ -75,7 +75,7 @@ class KnownDataset:
         self.is_unchanged = is_unchanged
         self.is_learned = not parts
         self._seen = bytearray(size if parts else 0)
-        self._news = 0
+        self._news = 0  # the number of new indices since the last call of `begin`
         self._has_begun = False
 
     def begin(self) -> None:
@@ -204,7 +204,6 @@ class KnownDatasets:
         return KnownDataset(number, [known], size, is_unchanged)
 
     def _next(self, message: dict[str, object], payload: bytes | memoryview = b"") -> int:
-        """Send a message with a new number, which is returned."""
         self._count += 1
         self._link.send({**message, "dataset": self._count}, payload)
         return self._count

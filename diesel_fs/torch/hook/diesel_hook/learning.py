@@ -36,7 +36,7 @@ from .pace import Turns, TurnTaker
 _SEND_S = 0.02  # records are collected for this long, then sent together
 _CHECKED_FIRST = 16
 _CHECK_S = 1.0
-_CHECKED_ROWS_MAX = 256  # reported samples of a checked batch
+_CHECKED_ROWS_MAX = 256
 _WRITES = os.O_WRONLY | os.O_RDWR
 
 _READERS = (
@@ -48,7 +48,7 @@ _READERS = (
 )
 """Native readers, by module and name: they open the file in their first argument (after `self`)."""
 
-_WITH_INDICES = 2  # of `__getitems__`: the dataset and a list
+_WITH_INDICES = 2
 
 if TYPE_CHECKING:
     from .files import Steps
@@ -74,7 +74,7 @@ class _Known:
     def __init__(self, dataset: object, part: NestedDataset, *, may_learn: bool) -> None:
         try:
             self.dataset: Callable[[], object] = weakref.ref(dataset)
-        except TypeError:  # its class allows no weak references
+        except TypeError:
             self.dataset = lambda: dataset
         self.kind = type(dataset)
         self.table = part.table
@@ -127,14 +127,14 @@ class Learner:
         self._link = link
         self._known: dict[int, _Known] = {}
         self._reading: _Reading | None = None
-        self._found: dict[str, list[Row]] = {}  # records that must still be sent, by table
-        self._lock = threading.Lock()
+        self._found: dict[str, list[Row]] = {}
+        self._lock = threading.Lock()  # guards `_found`
         self._opens: Opens | None = None
         self._opens_lock = threading.RLock()
         os.register_at_fork(after_in_child=self._after_fork)
         self._undo: list[Callable[[], None]] = []
         self._undo_opens: list[Callable[[], None]] = []
-        self._checking = 0
+        self._checking = 0  # the threads that are in `_watching`
         self._seen_modules: set[str] = set()
         self._wraps = threading.RLock()  # held while classes and functions are wrapped or restored
         self._is_watching = False
@@ -412,7 +412,6 @@ class Learner:
             known.learns = known.may_learn
             if known.learns:
                 self._watch_all()
-            # Each sample gets an equal share, in the order of opening
             share, rest = divmod(len(opened), len(wanted))
             if rest:
                 return

@@ -23,9 +23,7 @@ _SEND_S = 20.0  # if the launcher takes nothing for this long, nothing more is s
 
 class HookSettings(TypedDict):
     socket: str
-    """The path of the launcher's Unix socket."""
     ahead: int
-    """The epochs to announce besides the current one."""
     group_size: int
     """The chunks in a group of the chunk-wise orders that replace random orders; 0: random orders
     are kept."""

@@ -41,7 +41,7 @@ _LOADERS = {
 _READ_AHEAD = frozenset(("accelerate", "lightning", "pytorch_lightning"))
 """The packages that take a batch from a loader before the user's loop requests it."""
 
-_PROGRESS_S = 0.1  # between two messages about the position
+_PROGRESS_S = 0.1
 _MORE_S = 0.02
 
 _expected = threading.local()  # `pair`: the sampler that torch will iterate, and its epoch
@@ -103,7 +103,7 @@ class Watch:
         if kept is not None:
             return kept
         if type(loader.sampler).__name__ == "_InfiniteConstantSampler":
-            return None  # datasets that choose their samples themselves
+            return None
         return self.datasets.record(loader.dataset)
 
     def stream(self, loader: _Loader) -> _LoaderStream:
@@ -211,7 +211,7 @@ class _LoaderStream:
         self.name = f"{os.getpid()}.{number}"
         self.epochs = 0
         self.pace: Pace | None = None
-        self.next_pace: Pace | None = None  # of the workers that torch starts next
+        self.next_pace: Pace | None = None
         _when_collected(
             self, functools.partial(link.send_soon, {"do": "left", "stream": self.name})
         )
@@ -250,23 +250,21 @@ class LoaderEpoch:
         """Whether each batch taken from the iterator has reached the user's loop: False if a
         library takes batches ahead of the loop, or a batch has failed."""
         self.loaders_generator: object = None
-        """The loader's generator, if the loader draws from it at each epoch."""
         self.between: BetweenEpochs | None = None
         self.pace: Pace | None = None
 
         self._watch, self.link = watch, watch.link
         self.record = record
-        self._dataset = None if record is None else record.number  # the dataset's number
+        self._dataset = None if record is None else record.number
         self._names: dict[str, object] = {"stream": stream.name, "epoch": stream.epochs - 1}
         self._lag = lag
         self._order: PredictedOrder | None = None
         self._drawn = DrawnIndices()
-        # Batches that the loop has received: now, and at the last progress message
         self._received = self._sent = 0
         self._drawn_sent = 0
         self._drawn_s = 0.0
         self._waited_s = self._computed_s = 0.0
-        self._left_s = 0.0  # when the loop got its last batch
+        self._left_s = 0.0
         self._progress_sent_s = time.monotonic()
 
     def foresee(self, iterator: Iterator[object] | None = None) -> None:
@@ -336,7 +334,7 @@ class LoaderEpoch:
             self.link.send({"do": "more", **self._names}, memoryview(new))
 
     def received(self, before_s: float, after_s: float) -> None:
-        """The times of the request for a batch and of its arrival."""
+        """The loop requested a batch at `before_s`, and received it at `after_s`."""
         self._received += 1
         if self.has_failed:
             self.is_counted = False
@@ -352,7 +350,8 @@ class LoaderEpoch:
             self._send_drawn()
 
     def send_progress(self, now_s: float, *, is_over: bool = False) -> None:
-        """`is_over`: the loop has read the epoch to its end."""
+        """Send the loop's position and times since the last message. `is_over`: the loop has read
+        the epoch to its end."""
         self._progress_sent_s = now_s
         if self._dataset is not None:
             self._send_drawn()
@@ -390,7 +389,8 @@ class LoaderEpoch:
             )  # fmt: skip
 
     def position(self, more: int = 0) -> int:
-        """`more` may be negative."""
+        """The number of indices in the received batches and `more` further ones (or, if negative,
+        fewer)."""
         return self._drawn.end_of(self._received + more)
 
 
@@ -407,8 +407,6 @@ def _expecting_none() -> Iterator[None]:
 
 
 class _WatchedSampler:
-    """Reports each element of a sampler to the epoch."""
-
     def __init__(self, inner: Iterator[object], epoch: LoaderEpoch) -> None:
         self._inner = inner
         self._epoch: LoaderEpoch | None = epoch
@@ -455,7 +453,7 @@ def _index_sampler(loader: _Loader) -> object:
 
 
 def _weak(sampler: object) -> Callable[[], object]:
-    """The sampler refers to its epoch (`_current`), so the epoch must not keep the sampler alive."""
+    """The sampler refers to its epoch, so the epoch must not keep the sampler alive."""
     try:
         return weakref.ref(sampler)
     except TypeError:

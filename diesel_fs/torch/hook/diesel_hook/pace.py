@@ -25,7 +25,7 @@ TURN_S = 20.0
 SPARE = 1.5
 """Workers over those that keep all processors busy on average: some wait for files at the same
 time."""
-_MEASURED_MIN = 8  # batches before the first decision
+_MEASURED_MIN = 8
 _MEASURED_FIRST, _MEASURED_EVERY = 32, 7
 """A worker measures its first batches, then one in seven: to read the kernel's clock of waits takes
 15 us."""
@@ -52,9 +52,9 @@ class _Context(Protocol):
 class Turns(NamedTuple):
     """The memory and locks that the loop's process and the workers of one iterator share."""
 
-    turns: _Lock
+    turns: _Lock  # a semaphore
     next: _Lock  # held by the worker that gets the next turn: the others queue here
-    changes: _Lock
+    changes: _Lock  # guards `surplus`
     surplus: _Numbers  # one value: how many turns end when they are given back
     measured: _Numbers  # by worker: batches, seconds, seconds of processors
 
@@ -63,7 +63,6 @@ class Pace:
     """Measures the workers of one iterator and decides on their turns, in the loop's process."""
 
     def __init__(self, context: _Context, workers: int, at_once: int) -> None:
-        """`at_once`: the number of turns at first."""
         self.workers, self.at_once = workers, at_once
         self.cores = cores_of_rank()
         self._has_failed = False
@@ -96,7 +95,6 @@ class Pace:
         }  # fmt: skip
 
     def tune(self) -> None:
-        """Change the number of turns if the measurements ask for that."""
         batches, fetch_s, cpu_s = (now - was for now, was in zip(self._sums(), self._before))  # noqa: B905 (Python 3.9)
         if batches >= _MEASURED_MIN and not self._has_failed:
             self._set(min(useful_workers(fetch_s, cpu_s, self.cores), self.workers))

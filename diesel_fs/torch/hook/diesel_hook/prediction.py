@@ -47,6 +47,7 @@ _COUNT_EPOCHS = frozenset(
 """The samplers that have `epoch` and `set_epoch`."""
 
 _NESTED = ("sampler", "batch_sampler")
+
 ENTRIES_MAX = 1 << 24
 """Orders may be endless, and each index takes eight bytes here, and more in the launcher."""
 
@@ -70,7 +71,7 @@ class BetweenEpochs:
     def __init__(self) -> None:
         self.draws = -1
         """-1 if the number is not known, or the program draws other numbers."""
-        self._behind: object = None  # the state after the sampler's draws for the last epoch
+        self._behind: object = None
 
     def begin(self) -> None:
         """Count the draws since the last call of `end`."""
@@ -104,7 +105,6 @@ class PredictedOrder:
     def __init__(self) -> None:
         self.indices = array("q")
         self.bounds = array("q")
-        """Positions after the batches; empty if the sampler gives single indices."""
         self.is_whole = True
         """The sampler gives no more."""
 
@@ -145,7 +145,7 @@ class DrawnIndices:
         return self._kept.indices[max(start - self._dropped, 0) : last]
 
     def end_of(self, batches: int) -> int:
-        if self.count and not self._has_batches:
+        if self.count and not self._has_batches:  # single indices: each is a batch
             return max(min(batches, self.count), 0)
         at = min(batches - self._dropped_batches, len(self._kept.bounds))
         return self._dropped + self._kept.bounds[at - 1] if at > 0 else self._dropped
