@@ -63,7 +63,7 @@ def mount_options() -> dict[str, click.Option]:
 
 
 def split_options(text: str) -> list[str]:
-    """Commas between double quotes separate nothing, as for mount(8)."""
+    """Commas between double quotes separate nothing, as for mount(8). The quotes are removed."""
     parts = re.findall(r'(?:[^,"]|"[^"]*"?)+', text)
     return [part.replace('"', "") for part in parts]
 

@@ -61,7 +61,7 @@ after a dataset's last chunk (before its chunks are listed again)."""
 
 _FETCH_WAIT_S = 60.0
 _LISTING_POLL_S = 0.05
-_MISSED_MAX = 1024  # further misses only fetch the dataset in order
+_MISSED_MAX = 1024  # chunks that wait to be fetched; further misses only fetch the dataset in order
 _OFFERED_BYTES_MAX = 64 << 20
 _NOTED_MAX = 65_536
 _CLOSE_S = 5.0

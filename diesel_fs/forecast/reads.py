@@ -161,7 +161,7 @@ ALONE = MergeLimits(_LIMITS.gap_bytes, _LIMITS.sparse_gap_bytes, _LIMITS.slow_sp
 def cut_epoch(
     job: ForecastJob, files: ForecastFiles, order: Indices, *, push_files: int = 0
 ) -> EpochReads:
-    """Cut the orders of all ranks (`epoch_order`).
+    """Cut the orders of all ranks in one epoch (`epoch_order`) into pushes, accesses and rows.
 
     Pushes follow the mount's rule, or, if `push_files` is not 0, each has the next `push_files`
     files of the rank's order, as in other systems.

@@ -35,8 +35,8 @@ def recommended(forecasts: Sequence[Forecast]) -> Forecast:
 
 
 def needs_no_cache(forecast: Forecast, options: ForecastOptions) -> bool:
-    """One machine has memory for the whole dataset, and the user names no SSD that would keep the
-    data for later jobs."""
+    """Whether a mount without a shared cache suffices: one machine has memory for the whole
+    dataset, and the user names no SSD that would keep the data for later jobs."""
     job = forecast.job
     return options.fits_alone and job.nodes == 1 and not job.node.disk_bytes
 

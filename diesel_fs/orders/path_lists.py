@@ -24,7 +24,7 @@ _NEWLINE, _NUL = ord("\n"), 0
 
 @dataclass(frozen=True, slots=True)
 class ListName:
-    """A rank's chunk-wise order in an epoch, written as `seed=1,epoch=2,group=100,rank=0,world=4`."""
+    """A rank's chunk-wise order, written as `seed=1,epoch=2,group=100,rank=0,world=4`."""
 
     seed: int
     epoch: int

@@ -143,7 +143,7 @@ def compare_group_sizes(
 
 
 def class_of_files(snapshot: Snapshot, files: Indices, below: int = ROOT_INDEX) -> Indices:
-    """The result has the entry of each class's folder. Raises CorruptError for a damaged snapshot."""
+    """The entry of each class's folder. Raises CorruptError for a damaged snapshot."""
     parent = snapshot.columns.parent
     folders, folder_of_file = np.unique(parent[files], return_inverse=True)
     top = folders.astype(np.int64)

@@ -44,7 +44,7 @@ SEED_MAX = 2**63 - 1
 """The largest seed or epoch: each fits a signed word of 64 bits."""
 
 WORLD_MAX = 1 << 20
-"""Products with other numbers fit 64 bits."""
+"""More ranks than any job has, and few enough that products with other numbers fit 64 bits."""
 
 _U8 = npt.NDArray[np.uint64]
 
@@ -68,7 +68,7 @@ class GroupedOrder:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedFiles:
-    """Files (as entries) and their chunks, from which a chunk-wise order is drawn. Can be pickled."""
+    """Files (as entries) and their chunks, from which an order is drawn. Can be pickled."""
 
     entries: Indices
     chunks: Indices

@@ -13,7 +13,7 @@ import numpy as np
 from .syscalls import cached_bytes
 
 BLOCK_BYTES = 4096
-"""The largest block of disks in use, and a page."""
+"""The largest block of disks in use, and a page: places in files and memory are multiples of it."""
 
 
 def set_direct(fd: int, *, wanted: bool) -> bool:

@@ -14,7 +14,7 @@ _CONFIG = struct.Struct("II 52xI 240x")
 _READ_ONLY, _AUTOCLEAR = 1, 4
 
 _DEADLINE_S = 5.0
-"""All processes that want a device at once are offered the same one."""
+"""The time for all tries: processes that want a device at once are all offered the same one."""
 
 _PAUSE_S = 0.001
 

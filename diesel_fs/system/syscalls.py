@@ -430,7 +430,7 @@ def cached_bytes(file: int, start: int, size: int) -> int:
 
 
 def readable_cached_bytes(file: int, start: int, size: int) -> int:
-    """As `cached_bytes`, but a page counts only if its read has succeeded. Takes some 15 us longer."""
+    """As `cached_bytes`, but only pages whose read has succeeded; takes some 15 us longer."""
     if not size:
         return 0
     writable = mmap.PROT_READ | mmap.PROT_WRITE  # ctypes gives the address of writable ones only

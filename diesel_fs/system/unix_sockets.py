@@ -19,7 +19,7 @@ def bind_unix(listener: socket.socket, path: str | os.PathLike[str]) -> None:
 
 
 def received_descriptors(control: Iterable[tuple[int, int, bytes]]) -> list[int]:
-    """The caller closes the descriptors in the control messages of a `recvmsg`."""
+    """The descriptors in the control messages of a `recvmsg`; the caller closes them."""
     descriptors = array.array("i")
     for level, kind, content in control:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

@@ -58,7 +58,7 @@ _OF_FSSPEC = {
     *("asynchronous", "loop", "batch_size", "use_listings_cache", "listings_expiry_time"),
     *("max_paths", "skip_instance_cache", "default_block_size", "default_cache_type"),
 }
-"""Those about listings have no effect."""
+"""The options of every fsspec file system. Those about listings have no effect."""
 
 _OPTIONS = ("repository", "user", "key", "memory_bytes", *sorted(TaskKwargs.__optional_keys__))
 
@@ -90,7 +90,8 @@ class _Entry(NamedTuple):
 
     @property
     def path(self) -> bytes:
-        """Unlike `number`, it means the same in every version."""
+        """The path of the entry itself, not of a link to it. Unlike `number`, it means the same in
+        every version."""
         return self.view.path(self.number)
 
 
@@ -439,7 +440,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return DieselFile(self, path, mode, *arguments, **kwargs)
 
     def content(self, path: str) -> EntryFile:
-        """Raises as `open`."""
+        """A reader of the file's content at the present version. Raises as `open`."""
         entry = self._find_file(path)
         return entry.dataset.open(entry.path)
 

@@ -43,7 +43,7 @@ class Report(NamedTuple):
     process_bytes: float
     """The worker's own memory; 0 until it is first measured."""
     is_first: float
-    """1 or 0. A worker's first batch also loads modules and opens files."""
+    """1 for the first batch of a worker, which also loads modules and opens files."""
 
 
 class TimedCollate:

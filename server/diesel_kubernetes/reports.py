@@ -96,7 +96,7 @@ def make_report(
 
 
 def differs_noticeably(before: NodeReport, after: NodeReport) -> bool:
-    """If so, `after` is written although `before` is younger than REFRESH_S."""
+    """Whether `after` is to be written although `before` is younger than REFRESH_S."""
     old, new = (
         {(each.key, each.version, each.is_used): each for each in report.datasets}
         for report in (before, after)

@@ -52,7 +52,7 @@ GREETING_MAX = 1024
 
 GREETING_PER_NETWORK_MAX = 256
 """Connections of one network before their login: enough for the processes of a node, which start at
-once and log in within milliseconds. Beyond it, `greeting` closes a random one, so that a client
+once and log in within milliseconds. If there are more, `greeting` closes a random one, so that a client
 that connects all the time does not keep out users with a key."""
 
 REFUSING_S = 2.0

@@ -152,7 +152,7 @@ def global_options(command: _Command) -> _Command:
 
 
 def verb(name: str) -> Callable[[Callable[_P, None]], click.Command]:
-    """Makes a function a verb with the global options. The function's docstring is the verb's help."""
+    """Makes a function a verb with the global options; its docstring is the verb's help."""
 
     def decorate(function: Callable[_P, None]) -> click.Command:
         return global_options(click.command(name, context_settings=HELP_NAMES)(function))

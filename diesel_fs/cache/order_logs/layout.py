@@ -270,8 +270,8 @@ class SegmentHeader(NamedTuple):
 
 
 def parse_header(content: Bytes, segment: int, cut: LogCut, log: LogIdentity) -> Entries:
-    """The entries of the segment whose header `content` begins with. Raises FormatError unless that
-    is sound, and of this segment and log."""
+    """The entries of a segment, as they lie in the file. `content` begins with its header, and may
+    be longer. Raises FormatError unless that is sound, and of this segment and log."""
     found = parse_any_header(content)
     expected = (segment, cut.unit, cut.segment_bytes, log)
     if (found.number, found.unit, found.segment_bytes, found.log) != expected:

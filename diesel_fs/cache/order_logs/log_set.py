@@ -193,8 +193,8 @@ def read_once(file: int, start: int, size: int) -> memoryview:
 
 
 def read_into(file: int, start: int, buffer: memoryview) -> int:
-    """Returns the number of bytes read, fewer than `buffer` has only at the file's end. Raises
-    OSError."""
+    """Fill `buffer` from `start` on. Returns the number of bytes, fewer only at the file's end.
+    Raises OSError."""
     done = 0
     while done < len(buffer):
         got = os.preadv(file, [buffer[done:]], start + done)

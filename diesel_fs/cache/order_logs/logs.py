@@ -244,7 +244,7 @@ class OrderLogs:
             self._writer.stage(entries[some], contents)
 
     def flush(self) -> None:
-        """Begin to write the staged contents, even if they are few."""
+        """Begin to write the staged contents, even if they are few. Does not wait."""
         self._writer.flush_if_idle()
 
     def stats(self) -> dict[str, int]:

@@ -29,7 +29,7 @@ class _Segment:
 class SegmentReader:
     def __init__(self, logs: LogSet, writer: LogWriter) -> None:
         self._set, self._writer = logs, writer
-        # Being read ahead, with the places of their contents
+        # Segments that are being read ahead, and the places of their contents
         self._reading: OrderedDict[tuple[int, int], tuple[Future[memoryview], Places]]
         self._reading = OrderedDict()
         self._segments: OrderedDict[tuple[int, int], _Segment] = OrderedDict()
@@ -48,7 +48,7 @@ class SegmentReader:
         room for all."""
         for number in numbers:
             if len(self._reading) >= SEGMENTS_AHEAD * len(self._set.current_orders):
-                # The mount may have had all files of a segment already
+                # A segment may have been read needlessly, as the mount had all its files already
                 digest, oldest = next(iter(self._reading))
                 if digest != found.order or oldest >= number - SEGMENTS_AHEAD:
                     return False
@@ -107,7 +107,7 @@ class SegmentReader:
         if key not in self._segments and key not in self._reading:
             start, end = int(found.layout.start[number]), int(found.layout.end[number])
             first, behind = int(found.layout.first[number]), int(found.layout.first[number + 1])
-            # More contents may come after the read begins
+            # The places that are there before the read begins: more may come meanwhile
             places = np.flatnonzero(found.is_present[first:behind]) + first
             reading = self._readers.submit(read_once, found.file, start, end - start)
             self._reading[key] = reading, places

@@ -74,8 +74,8 @@ class SkiRentalAdmission:
         return self._missed_s[unit] >= self._cost(self._sizes[unit]) * (1 - 1e-9)
 
     def has_credit(self, unit: int, wanted: int) -> bool:
-        """Whether a unit is paid for, and the credit covers its fetch, less the current miss of
-        `wanted` bytes."""
+        """Whether a unit is paid for, and the credit covers its fetch, which also serves the
+        current miss of `wanted` bytes."""
         price_s = self._cost(self._sizes[unit]) - self._cost(wanted)
         return self.is_paid(unit) and self._credit_s >= price_s
 
@@ -84,7 +84,7 @@ class SkiRentalAdmission:
         return self._recent_s[unit] + self._previous_s[unit] >= READ_ADVANTAGE_MIN * others_s
 
     def charge(self, unit: int, wanted: int) -> None:
-        """Pay for the fetch of a unit, less the current miss of `wanted` bytes."""
+        """Pay for the fetch of a unit, which also serves the current miss of `wanted` bytes."""
         self._missed_s[unit] = 0.0
         self._credit_s -= self._cost(self._sizes[unit]) - self._cost(wanted)
 

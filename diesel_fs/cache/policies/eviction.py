@@ -34,7 +34,7 @@ class EvictionPolicy(ABC):
 
     def __init__(self) -> None:
         self.sizes: OrderedDict[int, int] = OrderedDict()
-        """Bytes. Only the policy changes this table."""
+        """The bytes of each unit in the cache. Only the policy changes this table."""
         self.bytes = 0
 
     def insert(self, unit: int, size: int) -> None:

@@ -114,11 +114,12 @@ class RangeReader:
         self._threads = ThreadPoolExecutor(store_reads_max, "read")
 
     def read(self, identity: UUID, parts: ChunkRanges, *, fresh: bool = False) -> list[memoryview]:
-        """The caller has checked the number and sizes of the parts. The pieces count in the memory
-        for answers until the last of them is freed.
+        """The bytes of the parts in their order, in few pieces. The caller has checked the number
+        and sizes of the parts. The pieces count in the memory for answers until the last of them is
+        freed.
 
-        `fresh`: bypass the tier, since earlier bytes were damaged. Raises BusyError if memory is
-        short, DeadlineError, and as `read_into` of a store.
+        `fresh`: read from the store itself, since earlier bytes were damaged. Raises BusyError if
+        memory is short, DeadlineError, and as `read_into` of a store.
         """
         sizes: list[int] = parts["size"].tolist()
         total = sum(sizes)

@@ -224,7 +224,7 @@ class FolderStore(ObjectStore):
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
-        """The file's descriptor and size. An OSError in the `with` becomes an error of the store."""
+        """The file's descriptor and size. An OSError inside becomes an error of the store."""
         try:
             fd = os.open(os.path.join(self.root, name), _READ_FLAGS)
         except OSError as error:
@@ -390,7 +390,7 @@ def _ending(entry: os.DirEntry[str]) -> str:
 
 
 def _real_path(path: str | os.PathLike[str]) -> str:
-    """Without links, so that the working directory may change."""
+    """The absolute path without links, so that the working directory may change."""
     text = os.fspath(path)
     if not text or "\0" in text:
         raise UsageError(f"{text!r} is not a path of a store")

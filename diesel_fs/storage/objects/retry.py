@@ -102,8 +102,9 @@ def retry_after_s(text: str) -> float:
 
 
 class LongPauses:
-    """Waits for demanded pauses that are longer than `RetryPolicy` allows. `stop` ends all waits.
-    Any thread. Calls that wait at the same time log one line."""
+    """Waits for demanded pauses that are longer than `RetryPolicy` allows. All calls of one piece
+    of work share an instance, and `stop` ends their waits. Any thread. Calls that wait at the same
+    time log one line."""
 
     def __init__(self) -> None:
         self._stopped = threading.Event()

@@ -168,7 +168,7 @@ IN_MEMORY, IN_STORE = -2, -1
 
 
 def give_up(groups: Iterator[ReadGroup]) -> None:
-    """Nobody wants any more groups: end the read (`ChunkReader.begin`), as far as it can end."""
+    """End a read (`ChunkReader.begin`) whose groups nobody wants any more, as far as it can end."""
     close = getattr(groups, "close", None)
     if close is not None:
         close()

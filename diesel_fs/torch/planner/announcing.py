@@ -25,8 +25,8 @@ class LoaderStreams:
         self._announced_to: set[ShownVersion] = set()
         self._is_planned = False
         self._failures = 0
-        self.announced = 0  # entries, in epochs that have begun
-        self.planned_epochs = 0  # those with at least one announced entry
+        self.announced = 0  # the number of announced entries, in epochs that have begun
+        self.planned_epochs = 0  # the number of these epochs with at least one announced entry
 
     def begin(self, table: SampleTable, epoch: int, lag_entries: int, indices: Entries) -> None:
         """`indices` are the epoch's order as far as it is known. The workers may read up to

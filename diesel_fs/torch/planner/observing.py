@@ -172,7 +172,7 @@ class ObservedTable:
         )
 
     def describe(self) -> str:
-        """ "" if there is nothing to say."""
+        """A note for the user about the learned files; "" if there is nothing to say."""
         found = self.learned.found
         if self._is_given_up or (self.listed is not None and not found):
             return ""

@@ -44,7 +44,7 @@ _LENGTH = struct.Struct("<Q")
 _BODY_BYTES_MAX, _PAYLOAD_BYTES_MAX = 1 << 20, 1 << 30
 
 _TEMPORARY_CHARACTERS_MAX = 70  # the path of a socket has 107 bytes at most
-_BACKLOG = 4096  # a kernel allows no more
+_BACKLOG = 4096  # the number of processes that may join at once: a kernel allows no more
 _LEFT_EARLY = 2  # after this many epochs that a loop has left early, the user gets a note
 _END_S = 20.0  # a mount may be slow
 

@@ -67,7 +67,7 @@ def pod_manifest(
     """The manifest has no secret value, only the Secret's name."""
     folder = state.folder(name)
     environment = mount_environment(volume, folder, state.cache)
-    # The mount propagates to the node from its own folder
+    # The mount propagates to the node from its own folder; the pod sees no other mounts
     places = [
         (str(folder), "Bidirectional", False, "Directory"),
         (str(state.cache), "None", False, "Directory"),

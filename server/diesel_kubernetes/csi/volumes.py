@@ -268,7 +268,7 @@ def _size(given: Mapping[str, str], name: str, most: int) -> int:
 
 
 def _decimal(given: Mapping[str, str], name: str) -> str:
-    """In the bounds of the option of `dlcmd mount`."""
+    """A number in the bounds of the option of `dlcmd mount`."""
     spec = option_specs()[{"lrfuP": "lrfu_p", "lrfuStep": "lrfu_step"}[name]]
     text = _matching(given, name, _DECIMAL)
     try:

@@ -83,7 +83,7 @@ class Runner:
         return last
 
     def end(self) -> None:
-        """A signal handler may call this. No other process is started."""
+        """Terminates the running process, and starts no other. A signal handler may call this."""
         self._is_ended = True
         if self._process is not None:
             with suppress(ProcessLookupError):

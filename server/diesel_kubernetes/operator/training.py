@@ -229,7 +229,7 @@ def _running(situation: TrainingSituation, spec: TrainingSpec) -> TrainingDecisi
     found = ConditionContent("Finished", "Running", f"{running} of {spec.replicas} pods run")
     phase = TrainingPhase.RUNNING if is_up else TrainingPhase.STARTING
     made = _with(situation, made, found, phase)
-    if old:  # their names are needed again
+    if old:  # pods of an earlier attempt: their names are needed again
         delete = tuple(each.name for each in old if not each.metadata.is_leaving)
         return TrainingDecision(made, delete_pods=delete, again_s=1.0)
     missing = [rank for rank in range(spec.replicas) if rank not in current]

@@ -38,11 +38,11 @@ PROGRAM = (sys.executable, "-P", "-m", "diesel_server.process.worker")
 START_S = 60.0
 """A starting worker may wait for a Redis that loads its data."""
 
-_END_S = limits.DRAIN_S + 8.0  # then the workers are killed
+_END_S = limits.DRAIN_S + 8.0  # for all workers to end; then they are killed
 _PAUSE_S = 0.1  # before a worker is started again; doubles up to the maximum
 _PAUSE_S_MAX = 10.0
 _BEATS_MISSED_MAX = 15  # looks, one a second; a healthy loop was never busy for longer than one
-_WELL_S = 60.0  # after this time, the pause is short again
+_WELL_S = 60.0  # after a worker has lived for this time, the pause is short again
 _STATUS_BYTES_MAX = 64 << 10
 
 

@@ -24,7 +24,7 @@ class WorkerConfig:
     """`certificate`, `key` and `cache` are paths; "" means none."""
 
     url: str = field(repr=False)
-    slot: int  # from 0
+    slot: int  # the worker's number, from 0
     is_first: bool  # the server is starting: an error of the worker ends the server
     sockets: Sequence[int]
     cells: int

@@ -136,8 +136,8 @@ class HeadReader:
         return octets(current).decode(errors="replace")
 
     def confirm(self, identity: UUID, run: str) -> None:
-        """This run of Redis has lost nothing of a dataset. Raises StoreRestarted if another run has
-        begun."""
+        """Record that this run of Redis has lost nothing of a dataset. Raises StoreRestarted if
+        another run has begun."""
         self._run_on_head(identity, CONFIRM, run)
 
     def _run_on_head(self, identity: UUID, script: LoadedScript, *arguments: Word) -> list[object]:

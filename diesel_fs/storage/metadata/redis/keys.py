@@ -276,7 +276,7 @@ def check_entry(entry: bytes) -> bytes:
 
 
 def task_keys(digest: bytes) -> tuple[bytes, bytes]:
-    """`peers/members/redis_registry.py` uses these."""
+    """The keys `m` and `u` of a task (`peers/members/redis_registry.py`)."""
     prefix = b"dfs:{task.%s}:" % digest[:16].hex().encode()
     return prefix + b"m", prefix + b"u"
 

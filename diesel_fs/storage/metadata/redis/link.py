@@ -215,7 +215,7 @@ class RedisLink:
         return self.run([each.command() for each in runs])
 
     def run_ids(self) -> list[str]:
-        """A restarted server has another one, and may have lost data."""
+        """The run ID of each master. A restarted server has another one, and may have lost data."""
         return sorted(str(master.info("server")["run_id"]) for master in self.nodes.masters())
 
     def wait_durable(self) -> None:

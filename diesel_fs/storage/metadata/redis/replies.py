@@ -9,7 +9,7 @@ NUMBER_MAX = 1 << 63
 
 
 def number(reply: object) -> int:
-    """From an integer of 64 bits or decimal digits; 0 for a missing value."""
+    """A number of 64 bits, from an integer or decimal digits; 0 for a missing value."""
     if reply is None:
         return 0
     if isinstance(reply, int | bytes):

@@ -382,7 +382,7 @@ class SqliteFile:
         self._close_idle()
 
     def after_fork(self, *, child: bool) -> None:
-        """In a child, only if no connection was in use."""
+        """Let transactions begin; in a child, only if no connection was in use."""
         if child and self._in_use:
             self._unusable = "this process was forked in the middle of a transaction"
         self._forking = False

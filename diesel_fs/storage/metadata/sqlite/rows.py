@@ -47,7 +47,7 @@ class FolderNumbers:
         self._numbers: dict[tuple[int, bytes], int] = {}
         self._paths: dict[int, bytes] = {}
         self.empty: set[int] = set()
-        """Made by `make`; code that inserts an entry removes its folder here."""
+        """Folders that `make` made. Code that inserts an entry removes its folder here."""
 
     def number(self, path: bytes) -> int | None:
         """None if the folder never had an entry in or below it."""

@@ -154,10 +154,10 @@ class CloudRequests:
         self._host = ""
 
     def put(self, key: str, parts: Sequence[Bytes], *, create: bool) -> None:
-        """Write an object in one request, so that readers never see a part of it. With `create`,
-        raises ObjectExists, and ConditionsUnsupported if the store does not support "put only if
-        absent". S3 gets a SHA-256 (in a header, and in the signature) and refuses content that
-        differs; with other vendors only TLS protects the content."""
+        """Write an object in one request, so that readers never see a part of it. The buffers are
+        not copied. With `create`, raises ObjectExists, and ConditionsUnsupported if the store does
+        not support "put only if absent". S3 gets a SHA-256 (in a header, and in the signature) and
+        refuses content that differs; with other vendors only TLS protects the content."""
         views = byte_views(parts)
         size = sum(map(len, views))
 

@@ -199,7 +199,8 @@ def _is_set(name: str) -> bool:
 
 
 def _trusted() -> str | None:
-    """None if a variable that botocore reads names another file."""
+    """The file of the machine's certificates; None if a variable that botocore reads names
+    another."""
     if os.environ.get("AWS_CA_BUNDLE") or os.environ.get("REQUESTS_CA_BUNDLE"):
         return None
     return ssl.get_default_verify_paths().cafile

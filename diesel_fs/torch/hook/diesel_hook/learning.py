@@ -517,10 +517,10 @@ that has not joined it gives the user's own function (`parts[2]`)."""
 
 class LearningWorkers:
     """The `worker_init_fn` of a loader whose workers observe their samples and take turns
-    (`pace.py`).
+    (`pace.py`). It also calls the user's own.
 
     It is pickled if workers are spawned. A worker that has not joined, because the script has
-    changed PYTHONPATH, cannot import this module.
+    changed PYTHONPATH, cannot import this module: there the pickle gives the user's own function.
     """
 
     def __init__(

@@ -199,7 +199,7 @@ class Watch:
             return None
 
     def end(self) -> None:
-        """An epoch has been read to its end."""
+        """Observe no more in this process: an epoch has been read to its end."""
         self._learner.stop()
 
 

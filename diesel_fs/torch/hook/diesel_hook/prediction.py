@@ -89,7 +89,8 @@ class BetweenEpochs:
                 self.draw(1)
 
     def end(self) -> None:
-        """The sampler has drawn all its numbers for an epoch."""
+        """Remember the generator's state when the sampler has drawn all its numbers for an
+        epoch."""
         self._behind = sys.modules["torch"].get_rng_state()
 
     @staticmethod
