@@ -70,7 +70,7 @@ SYNONYMS = {
 }  # fmt: skip
 
 INTERRUPTED = 130
-READER_GONE = 141
+READER_GONE = 141  # 128 + SIGPIPE
 
 
 class TerminatedBySignal(BaseException):
@@ -144,7 +144,7 @@ def main() -> NoReturn:
 def prepare_process() -> None:
     """Call this before any verb runs."""
     # `put` forks its packing processes, which is safe only without threads. OpenBLAS would start
-    # some when numpy is imported
+    # some when numpy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP: that stays so
@@ -214,12 +214,13 @@ def causes(error: BaseException) -> Iterator[str]:
 
 
 def _again(context: click.Context | None) -> str:
-    """`context` is None before the verb is known."""
+    """`context` is None if the interruption came before the verb was known."""
     is_endless = context is not None and context.invoked_subcommand in ENDLESS
     return "" if is_endless else "; run it again to finish"
 
 
 def _notes(error: BaseException) -> str:
+    """The notes that a verb has added to the exception: how much is done."""
     return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 

@@ -1,7 +1,7 @@
 """The programs `mount.diesel` and `umount.diesel`, which mount(8) and umount(8) start.
 
 The device of a line in fstab is `DATASET[@VERSION]`, and each option of `dlcmd mount` is a mount
-option without its dashes.
+option without its dashes. This module reads them from the verb itself.
 
 libmount's file `utab` (`utab.py`) makes umount(8) start `umount.diesel` for mounts of
 `mount.diesel`: a native mount is two mounts, which umount(8) alone would call busy.
@@ -292,7 +292,7 @@ def _run_program(program: click.Command) -> NoReturn:
         reported = as_diesel_error(error)
         print_error(reported, flags)
         code = _EXIT_CODES.get(reported.exit_code, FAILED)
-    except BaseException:
+    except BaseException:  # Ctrl-C, or a signal that ends this process
         code = INTERRUPTED
     sys.exit(code)
 

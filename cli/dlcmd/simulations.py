@@ -1,6 +1,7 @@
 """Simulates a training job with several policies and orders at once, in several processes.
 
-The processes are spawned: forked ones might hang in threads of a cloud's client.
+The processes are spawned: forked ones might hang in threads of a cloud's client. Each gets the
+files and the order once, and writes its progress into a shared array.
 """
 
 import multiprocessing
@@ -52,7 +53,9 @@ Task = Callable[[Comparison, ForecastFiles, Indices | None, OnProgress], Made]
 Progress = MutableSequence[float]
 """The progress of each comparison, 0 to 1, in shared memory."""
 
-_inputs: list[tuple[ForecastFiles, Indices | None, Progress]] = []
+_inputs: list[
+    tuple[ForecastFiles, Indices | None, Progress]
+] = []  # one item, in a process of the pool
 
 
 def compare(
@@ -97,7 +100,7 @@ def compare(
             advice="compare fewer policies with --evict, or fewer --epochs",
         ) from error
     finally:
-        # The pool does not name its processes
+        # The pool does not name its processes, and this program has no other children
         children = {*multiprocessing.active_children()}
         pool.shutdown(wait=False, cancel_futures=True)
         for child in children:
@@ -105,7 +108,7 @@ def compare(
 
 
 def _begin_process(files: ForecastFiles, given: Indices | None, progress: Progress) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
     _inputs[:] = [(files, given, progress)]
 
 

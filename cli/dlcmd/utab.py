@@ -1,4 +1,7 @@
-"""Adds mounts to libmount's file `utab`, and takes them out, by calls of libmount itself."""
+"""Adds mounts to libmount's file `utab`, and takes them out, by calls of libmount itself.
+
+A line there with `helper=diesel` makes umount(8) start `umount.diesel` for a mount.
+"""
 
 import ctypes
 import os

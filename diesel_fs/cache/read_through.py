@@ -1,12 +1,14 @@
-"""`ReadThroughCache` serves a server's readers from a cache tier, and fills that tier with the
-chunks that they miss. Its store methods read the store itself, so that verify and recover see the
-store's own bytes. For a client, the server calls `find`; if the tier lacks the chunk, it calls
-`read_store` and then `record_miss`. Fetcher threads bring the missed chunks into the tier, whole
-and checked.
+"""Serves a server's readers from a cache tier, and fills that tier with the chunks that they miss.
+
+`ReadThroughCache` wraps the object store of a server's repository. Its store methods read the store
+itself, so that verify and recover see the store's own bytes. For a client, the server calls `find`;
+if the tier lacks the chunk, it calls `read_store` and then `record_miss`. Fetcher threads bring the
+missed chunks into the tier, whole and checked.
 
 Which chunks: a tier on a disk gets the missed chunk, and then the rest of its dataset. A tier in
-memory has less room: it *admits* a chunk only once the misses on it have cost as much time as
-fetching it does (ski rental: at most twice the cost of the best choice, whatever is read).
+memory has less room, so it gets a chunk only once the misses on it have cost as much time as
+fetching it does (ski rental: at most twice the cost of the best choice, whatever is read). Such a
+chunk is *admitted*.
 
 When: fetching gives way to readers. Unless its chunk is admitted, no fetch begins while a reader
 waits for the store, in this process or in another that shares the tier. If readers always wait, a
@@ -57,25 +59,26 @@ fetched alone."""
 
 RETRY_S = 60.0
 """The pause after a failed fetch (for that chunk), after the tier was full (for all chunks), and
-after a dataset's last chunk (before its chunks are listed again)."""
+after a dataset's last chunk (before the dataset is listed again)."""
 
 _FETCH_WAIT_S = 60.0
 _LISTING_POLL_S = 0.05
 _MISSED_MAX = 1024  # chunks that wait to be fetched; further misses only fetch the dataset in order
-_OFFERED_BYTES_MAX = 64 << 20
-_NOTED_MAX = 65_536
+_OFFERED_BYTES_MAX = 64 << 20  # whole chunks that readers have read and that wait for the tier
+_NOTED_MAX = 65_536  # the most keys that `_note` leaves in a table
 _CLOSE_S = 5.0
 
 Noted = TypeVar("Noted")
 
 Counted = Callable[[str, int, int], None]
-"""Gets the place that served reads (`memory`, `disk`, `store`), their number and their bytes."""
+"""Called with the place that served reads (`memory`, `disk`, `store`), their number and
+their bytes."""
 
 
 @dataclass(slots=True)
 class _Missed:
     content: memoryview | None = None
-    is_admitted: bool = False
+    is_admitted: bool = False  # its misses have cost as much as fetching it
 
 
 class ReadThroughCache(StoreWrapper):
@@ -92,15 +95,16 @@ class ReadThroughCache(StoreWrapper):
         self._counted = counted
         self._counts: Counter[str] = Counter()
         self._work = threading.Condition()
-        self._waiting = 0
+        self._waiting = 0  # readers that wait for the store now
         self._missed: OrderedDict[ChunkKey, _Missed] = OrderedDict()
         self._fetching: dict[ChunkKey, _Missed] = {}
         self._offered_bytes = 0
-        # Datasets to fetch whole: the rest of the listing
+        # Datasets to fetch whole, by identity: the rest of the listing
         self._datasets: OrderedDict[UUID, Iterator[ObjectInfo]] = OrderedDict()
+        # When a chunk, or a dataset by its identity, is tried again
         self._not_before: OrderedDict[ChunkKey | UUID, float] = OrderedDict()
         self._full_tier = CircuitBreaker(1, RETRY_S)
-        self._credit_s: OrderedDict[ChunkKey, float] = OrderedDict()
+        self._credit_s: OrderedDict[ChunkKey, float] = OrderedDict()  # what misses have cost
         self._listing = threading.Lock()
         self._budget = MemoryBudget(FETCH_BYTES_MAX)
         self._threads: list[threading.Thread] = []
@@ -111,6 +115,8 @@ class ReadThroughCache(StoreWrapper):
         key = _key_of(name)
         if key is not None:
             self._tier.drop(key)
+
+    # For reads of clients
 
     def find(self, key: ChunkKey) -> CacheHandle | None:
         """The caller closes the chunk."""
@@ -189,7 +195,7 @@ class ReadThroughCache(StoreWrapper):
             thread.join(max(until_s - time.monotonic(), 0.0))
         self._tier.close()
 
-    # Called with the lock
+    # Which chunks are worth fetching. Called with the lock
 
     def _admit(self, key: ChunkKey, start: int, size: int) -> bool:
         if self.costs.latency_s < SLOW_REQUEST_S:
@@ -210,6 +216,8 @@ class ReadThroughCache(StoreWrapper):
                 return content
         return None
 
+    # The fetchers
+
     def _begin(self) -> None:
         if not self._threads:
             for number in range(FETCHERS):
@@ -227,7 +235,8 @@ class ReadThroughCache(StoreWrapper):
                 time.sleep(1.0)
 
     def _fetch_next(self) -> None:
-        """Fetch a missed chunk (admitted ones first), else the next of a dataset."""
+        """Wait for work, then fetch one chunk: a missed one (admitted ones first), else the next of
+        a dataset."""
         with self._work:
             while not (self._missed or self._datasets or self._closed):
                 self._work.wait()
@@ -246,7 +255,7 @@ class ReadThroughCache(StoreWrapper):
         """After the dataset's last chunk, and if the tier is full, the dataset is forgotten for a
         while."""
         if not self._listing.acquire(blocking=False):
-            with self._work:
+            with self._work:  # another fetcher is listing
                 self._work.wait(_LISTING_POLL_S)
             return
         try:
@@ -264,7 +273,7 @@ class ReadThroughCache(StoreWrapper):
 
     def _next_absent(self, identity: UUID) -> ObjectInfo | None:
         infos = self._datasets.get(identity)
-        with contextlib.suppress(DieselError):
+        with contextlib.suppress(DieselError):  # the next miss begins another listing
             for info in infos or ():
                 key = _key_of(info.name)
                 if self._closed:
@@ -313,6 +322,7 @@ class ReadThroughCache(StoreWrapper):
         except DieselError as error:
             return self._failed(key, error)
         if reservation is None:
+            # The tier has the chunk, or another thread or process is bringing it
             return True
         try:
             content = self._checked_chunk(key, missed, size)
@@ -328,7 +338,7 @@ class ReadThroughCache(StoreWrapper):
         return True
 
     def _failed(self, key: ChunkKey, error: Exception) -> bool:
-        """Returns whether to go on with other chunks."""
+        """Wait before this chunk is tried again. Returns whether to go on with other chunks."""
         with self._work:
             _note(self._not_before, key, time.monotonic() + RETRY_S)
         if isinstance(error, FormatError):

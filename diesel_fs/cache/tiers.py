@@ -1,8 +1,9 @@
 """Keeps whole chunks nearer than the object store: the interface, and the tier in memory.
 
-A *tier* is a bounded place for whole chunks, near a server or a node of a task: in memory or in a
-folder of a local disk (`disk/chunks.py`). Everything in it has been checked whole. A failure of a
-tier is never an error for a reader: `find` then returns None, as if the chunk were absent.
+A *tier* is a bounded place for whole chunks, near a server or a node of a task: in memory
+(`MemoryTier`) or in a folder of a local disk (`DiskTier`, `disk/chunks.py`). Everything in it has
+been checked whole. A failure of a tier is never an error for a reader: `find` then returns None, as
+if the chunk were absent.
 
 Everything may be called from many threads at once.
 """
@@ -25,7 +26,7 @@ from .policies.replacement import Shortage
 
 
 class ChunkKey(NamedTuple):
-    """Chunks never change."""
+    """Names one chunk of one dataset. Chunks never change."""
 
     identity: UUID
     id: ChunkId
@@ -72,9 +73,10 @@ class Reservation(ABC):
 
 class CacheTier(ABC):
     kind: str
-    """The name in statistics: `memory` or `disk`."""
+    """`memory` or `disk`: the name in statistics."""
 
     prefetches_datasets: bool
+    """Whether a miss should fetch the whole dataset, chunk by chunk."""
 
     @abstractmethod
     def find(self, key: ChunkKey) -> CacheHandle | None:
@@ -102,12 +104,12 @@ class CacheTier(ABC):
         return
 
     def note_reading(self, *, begins: bool) -> None:
-        """A reader of this process begins, or ends, to wait for the object store. Other processes
-        that share the tier pause their fetches meanwhile (`others_read`)."""
+        """Note that a reader of this process begins, or ends, to wait for the object store. Other
+        processes that share the tier pause their fetches meanwhile (`others_read`)."""
         return
 
     def others_read(self) -> bool:
-        """Whether a reader of another process waits for the store."""
+        """Whether a reader of another process that shares this tier waits for the store."""
         return False
 
     def close(self) -> None:
@@ -145,12 +147,13 @@ class MemoryTier(CacheTier):
         self._idle_s = idle_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._chunks: OrderedDict[ChunkKey, _InMemory] = OrderedDict()
+        self._chunks: OrderedDict[ChunkKey, _InMemory] = OrderedDict()  # the longest unread first
         self._reserved: set[ChunkKey] = set()
         self._used_bytes = 0
 
     @property
     def used_bytes(self) -> int:
+        """The bytes of chunks and reservations."""
         return self._used_bytes
 
     def find(self, key: ChunkKey) -> CacheHandle | None:

@@ -1,9 +1,10 @@
 """Marks the causes for which a read waits, so that a mount can show where its readers' time goes.
 
 Calls of stores, other nodes and the decompressor are marked with a `WaitCause` while they run. A
-caller sets an observer (`observer_set`), and the marks call it in any thread that does the caller's
-work: the observer is a context variable, which trio passes on to tasks and threads. Without an
-observer a mark costs less than a microsecond; the paths that read many files at once have none.
+caller sets an observer for a piece of work (`observer_set`), and the marks call it, in any thread
+that does the work: the observer is a context variable, which trio passes on to tasks and threads.
+Without an observer a mark costs less than a microsecond; the paths that read many files at once
+have none.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,20 +30,24 @@ _T = TypeVar("_T")
 class WaitCause(IntEnum):
     """The cause of a wait. If work waits for several causes at once, the greatest counts."""
 
-    MOUNT = 0
+    MOUNT = 0  # the mount's own work
     METADATA = 1
-    PREFETCH = 2
+    PREFETCH = 2  # the prefetch worker, which is about to push the file
     DECOMPRESSION = 3
     PEER = 4
     STORE = 5
 
 
 class WaitObserver(Protocol):
-    """Called by any thread, also by several at once."""
+    """The waits of one piece of work. Called by any thread, also by several at once."""
 
-    def enter(self, cause: WaitCause) -> None: ...
+    def enter(self, cause: WaitCause) -> None:
+        """The work begins to wait for this cause."""
+        ...
 
-    def leave(self, cause: WaitCause) -> None: ...
+    def leave(self, cause: WaitCause) -> None:
+        """The work no longer waits for this cause."""
+        ...
 
 
 _observer: ContextVar[WaitObserver | None] = ContextVar("diesel_wait_observer", default=None)
@@ -61,7 +66,7 @@ def observer_set(observer: WaitObserver) -> Iterator[None]:
             _observer.reset(token)
 
 
-class waiting_for:
+class waiting_for:  # lower case, as it is used like a function
     """Marks the code in the `with` as waiting for a cause."""
 
     __slots__ = ("_cause", "_observer")
@@ -80,7 +85,7 @@ class waiting_for:
 
 
 class MarkedStore(StoreWrapper):
-    """Marks reads with a cause, except `read_nowait`, which never waits."""
+    """Marks the reads of an object store with a cause, except `read_nowait`, which never waits."""
 
     def __init__(self, inner: ObjectStore, cause: WaitCause) -> None:
         super().__init__(inner)

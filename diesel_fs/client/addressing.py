@@ -23,8 +23,10 @@ from ..format.snapshot.reader import Indices, Snapshot
 PathText = str | bytes | os.PathLike[str]
 
 EntryKey = PathText | SupportsIndex
+"""A path or an index."""
 
 EntryKeys = Iterable[PathText] | Iterable[SupportsIndex] | npt.NDArray[np.int64]
+"""All paths, or all indices."""
 
 _PATHS = (str, bytes, os.PathLike)
 _NO_LISTS = (bytearray, memoryview, io.IOBase, Mapping)
@@ -74,7 +76,7 @@ def names_of(entries: EntryKeys) -> list[bytes] | Indices:
         return [encoded(path) for path in keys]
     try:
         indices = np.asarray(keys) if len(keys) else np.empty(0, np.int64)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError):  # lists of several lengths
         raise UsageError(_MIXED) from None
     if indices.ndim != 1 or indices.dtype.kind not in "iu":
         raise UsageError(_MIXED)
@@ -82,15 +84,15 @@ def names_of(entries: EntryKeys) -> list[bytes] | Indices:
 
 
 def indices_of(view: Snapshot, names: list[bytes] | Indices) -> Indices:
-    """`names` is from `names_of`. Raises NoSuchPath, or UsageError for bad paths."""
+    """The indices for the result of `names_of`. Raises NoSuchPath, or UsageError for bad paths."""
     if isinstance(names, np.ndarray):
-        if len(names) and int(names.view(np.uint64).max()) >= len(view):
+        if len(names) and int(names.view(np.uint64).max()) >= len(view):  # negative ones are large
             for outermost in (names.min(), names.max()):
                 _check_index(view, int(outermost))
         return names
     indices = view.lookup_many(names)
     for missing in np.flatnonzero(indices < 0)[:1].tolist():
-        view.index_of(names[missing])
+        view.index_of(names[missing])  # raises the error for this path
     return indices
 
 

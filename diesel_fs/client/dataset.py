@@ -159,6 +159,7 @@ def connect(
 
 @contextmanager
 def _creation_advised(*, create: bool) -> Iterator[None]:
+    """Add advice to errors about a missing repository or dataset, unless `create` is set."""
     try:
         yield
     except (ObjectMissing, NoSuchDataset) as error:
@@ -234,6 +235,8 @@ class Dataset:
         state = ", closed" if self._closed else ""
         url = self._repository.url
         return f"<Dataset {self.name}@{self.version} of {url}, files: {len(self)}{state}>"
+
+    # Reading
 
     @property
     def snapshot(self) -> Snapshot:
@@ -387,6 +390,8 @@ class Dataset:
         self._switch_version(self._repository.view(self.name))
         return self._view.version
 
+    # Writing
+
     def put(
         self,
         source: Source,
@@ -442,6 +447,8 @@ class Dataset:
             )
         self._pending.delete(self._view, [self._view.path(i) for i in reversed(entries)])
         self.flush()
+
+    # Metadata
 
     def save_meta(self, file: str | os.PathLike[str]) -> None:
         """Write the metadata of the shown version to a snapshot file (DL_save_meta)."""
@@ -596,6 +603,7 @@ class Dataset:
             return indices_of(reader.snapshot, names), reader
 
     def _catch_up(self) -> bool:
+        """Return whether there was a newer version to move on to."""
         if self._version_fixed:
             return False
         head = self._repository.dataset(self.name).head
@@ -608,7 +616,7 @@ class Dataset:
 def _indices(word: str, value: object) -> npt.NDArray[np.int64]:
     try:
         found = np.asarray(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError):  # lists of several lengths
         found = np.empty((0, 0))
     if found.ndim != 1 or (found.dtype.kind not in "iu" and len(found)):
         raise wrong_type(word, "an array of whole numbers", value)
@@ -632,6 +640,7 @@ def _reopen(
     is_fixed: tuple[bool, bool],
     order: _Order | None,
 ) -> Dataset:
+    """`is_fixed` has the two flags of `Dataset`."""
     is_version_fixed, is_kept = is_fixed
     options = replace(options, task=reference.task_options_with_key)
     repository = reference.repository()

@@ -26,6 +26,7 @@ from ..ingest.sources.folder import open_source
 from ..ingest.sources.walk import walk
 
 CompareProgress = Callable[[int], None]
+"""Called with the number of entries compared until now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ work: folders, then files by their places in the chunks (so each chunk is read o
 the attributes of folders last, deepest first.
 
 Not safe for concurrent use. As with `cp` and `tar`, nothing is synced: a file appears whole under
-its name or not at all.
+its name or not at all, and survives a power cut once the kernel has written it.
 """
 
 import errno
@@ -43,8 +43,8 @@ from ..system.atomic_file import check_links, close_folder, remove_leftovers, te
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_OPEN_FOLDERS = 64
-_BATCH_BYTES = 64 << 20  # to bound the memory of one `read_many`
+_OPEN_FOLDERS = 64  # open descriptors: enough, since the files of a folder mostly share chunks
+_BATCH_BYTES = 64 << 20  # contents of one `read_many`, to bound its memory
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SECOND_NS = 1_000_000_000
 _FILE_ERRORS = (FormatError, ObjectMissing)  # of one file; other errors of a store end the get
@@ -68,13 +68,14 @@ class GetReport:
 
 
 GetProgress = Callable[[GetReport], None]
+"""Called with the report so far, after each entry."""
 
 
 def _no_progress(_: GetReport) -> None: ...
 
 
 class _EntrySkipped(Exception):
-    """The message is the reason."""
+    """One entry cannot be written; the message is the reason."""
 
 
 def get(
@@ -124,14 +125,15 @@ def get(
 
 
 def _open_destination(dest: Path, mode: int) -> tuple[int, bool]:
+    """Returns the descriptor of `dest`, and whether it is new or empty."""
     try:
         check_links(dest)
         dest.parent.mkdir(parents=True, exist_ok=True)
         try:
             dest.mkdir()
-            dest.chmod(mode & MODE_MASK | 0o700)
+            dest.chmod(mode & MODE_MASK | 0o700)  # near to its final mode
         except FileExistsError:
-            pass
+            pass  # it gets the dataset's attributes only if it is empty
         root = os.open(dest, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         return root, not os.listdir(root)
     except OSError as error:
@@ -201,7 +203,7 @@ class _FolderWriter:
     folders: _Folders
     force: bool
     progress: GetProgress
-    names: dict[int, bytes]
+    names: dict[int, bytes]  # of entries that get another name than in the dataset
     report: GetReport = field(default_factory=GetReport)
 
     def write_tree(self, top: int, is_new: bool) -> None:
@@ -224,7 +226,7 @@ class _FolderWriter:
         self.progress(self.report)
 
     def write_entries(self, indices: Indices) -> None:
-        """Files in the order of their chunks, then links."""
+        """Write files, in the order of their chunks, then links."""
         self.report.total = max(self.report.total, len(indices))
         kinds = layout.kinds(self.view.columns.flags[indices])
         files = [i for i in indices[kinds == Kind.FILE].tolist() if self._must_write(i)]
@@ -238,11 +240,13 @@ class _FolderWriter:
             if self._must_write(index):
                 self._write_link(index)
 
+    # Folders
+
     def _make_folder(self, index: int) -> bool:
-        """The folder gets write permission for us. Returns whether `_finish_folder` must set the
+        """Make a folder with write permission for us. Returns whether `_finish_folder` must set the
         dataset's attributes later."""
         above, name = self._destination_of(index)
-        mode = self.view.stat(index).mode & MODE_MASK | 0o700
+        mode = self.view.stat(index).mode & MODE_MASK | 0o700  # near to its final mode
         try:
             os.mkdir(name, mode, dir_fd=above)
         except FileExistsError:
@@ -250,7 +254,7 @@ class _FolderWriter:
             if stat.S_ISDIR(existing):
                 if self.force and existing & 0o700 != 0o700:
                     _grant_owner(above, name, existing)
-                with suppress(OSError):
+                with suppress(OSError):  # writing into the folder meets and reports the same error
                     remove_leftovers(self.folders[index])
                 return self.force
             if not self.force:
@@ -271,6 +275,8 @@ class _FolderWriter:
         if there.st_mtime_ns != wanted.mtime_ns and not implicit:
             os.utime(folder, ns=(wanted.mtime_ns, wanted.mtime_ns))
         self.report.entries += 1
+
+    # Files and links
 
     def _must_write(self, index: int) -> bool:
         """If a file or link need not be written, it is counted as unchanged or failed."""
@@ -417,6 +423,7 @@ def contents(
 def _whole_files(
     view: Snapshot, reader: EntryReader, files: Indices
 ) -> Iterator[tuple[int, tuple[memoryview] | Exception]]:
+    """Read files of one extent together; after an error, go on with the next file."""
     done = 0
     while done < len(files):
         try:
@@ -443,6 +450,9 @@ def _size_error(view: Snapshot, index: int, found: int) -> CorruptError:
     return CorruptError(f"its content has {found} bytes, and its metadata say {view.size(index)}")
 
 
+# Into a tar
+
+
 def get_tar(
     view: Snapshot,
     reader: EntryReader,
@@ -462,7 +472,7 @@ def get_tar(
     prefix = len(view.path(top)) + 1 if top else 0
     kinds = layout.kinds(view.columns.flags[below])
     reading = contents(view, reader, below[kinds == Kind.FILE])
-    # tarfile's stub has no overload for options that come by name
+    # tarfile's stub has no overload for options that come by name.
     options = {"format": tarfile.PAX_FORMAT, "encoding": "utf-8", "errors": "surrogateescape"}
     with tarfile.open(fileobj=out, mode="w|", bufsize=1 << 20, **options) as tar:  # type: ignore[call-overload]  # see above
         for index, kind in zip(below.tolist(), kinds.tolist(), strict=True):
@@ -524,8 +534,8 @@ def _grant_owner(above: int, name: bytes, mode: int) -> None:
 
 @contextmanager
 def _named_at_end(name: bytes, folder: int) -> Iterator[str]:
-    """A temporary name for an entry in `folder`, which is renamed to `name` when the `with` ends,
-    or removed after an error."""
+    """A temporary name for an entry in `folder` (a descriptor). The entry is renamed to `name` when
+    the `with` ends, or removed after an error."""
     temporary = temporary_name()
     try:
         yield temporary

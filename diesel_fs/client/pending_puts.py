@@ -32,8 +32,8 @@ Source = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
 """The path of a file, bytes, or a binary file object."""
 
 _READ_BYTES = 1 << 20
-_MODE_MAX = 0o177777
-_SPOOL_BYTES = 64 << 20
+_MODE_MAX = 0o177777  # with the bits of the file's type, as `st_mode` has them
+_SPOOL_BYTES = 64 << 20  # a longer stream is spooled to disk until its length is known
 
 
 class PendingPuts:
@@ -46,11 +46,12 @@ class PendingPuts:
         self._newest = view  # `load_meta` may go back to an older version
         self._process = os.getpid()
         self._writing: tuple[WriteSession, Packer] | None = None
+        # Paths that were put and that the shown version does not have yet
         self._folders: set[bytes] = set()
         self._files: set[bytes] = set()
 
     def note_version(self, view: Snapshot) -> None:
-        """Later puts are checked against `view` if no newer version is known."""
+        """Check later puts against `view`, if no newer version is known."""
         self._newest = max(self._newest, view, key=_version)
 
     def add(
@@ -96,7 +97,7 @@ class PendingPuts:
         report = PutReport()
         if finish_put(self._repository, session, report):
             packer.close()
-            self._writing = None
+            self._writing = None  # the next put begins a session of its own
         return report
 
     def forget_paths(self) -> None:
@@ -115,6 +116,7 @@ class PendingPuts:
         self.forget_paths()
 
     def _begun(self, view: Snapshot) -> tuple[WriteSession, Packer]:
+        """The first put after a flush begins a session and its packer."""
         if self._process != os.getpid():
             self._forget()
         if self._writing is None:

@@ -22,13 +22,13 @@ from ..urls import RepositoryUrl, parse_url
 class DatasetReference:
     """A version of a dataset, the account that opened it, and its task; without secrets."""
 
-    url: str
+    url: str  # without the password if it has one
     has_password: bool
     user: str
     dataset: str
-    identity: str
+    identity: str  # hexadecimal
     version: int
-    task_options: TaskOptions
+    task_options: TaskOptions  # without the task's key
     has_task_key: bool
 
     @classmethod

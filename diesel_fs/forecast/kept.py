@@ -1,6 +1,6 @@
 """Finds the tier that serves each read of a job: replays all accesses through the caches of its
-nodes, with the eviction policies of `cache/policies/eviction.py` themselves. A *unit* is a chunk or
-a file, whichever the cache keeps.
+nodes, with the eviction policies of `cache/policies/eviction.py` themselves. `reads.py` explains
+rows, pushes and accesses. A *unit* is a chunk or a file, whichever the cache keeps.
 
 A cache has one of three layouts:
 
@@ -41,6 +41,7 @@ from .reads import ALONE, IN_TASK, EpochReads, ForecastFiles, Mask, Numbers
 Layout = Literal["chunks", "files", "log"]
 
 ORDER_LOG = "order"
+"""The order log's name among the policies."""
 
 NAMES = (*POLICIES, ORDER_LOG)
 
@@ -52,6 +53,7 @@ MEMORY, DISK, PEER, STORE = range(4)
 TIERS = ("memory", "disk", "peer", "store")
 
 OnProgress = Callable[[float], None]
+"""Called with the fraction done."""
 
 _PROGRESS_ACCESSES = 1 << 16
 
@@ -145,10 +147,10 @@ class UnitCache:
         if costs is not None and not self._knows_future:
             self._admission = SkiRentalAdmission(sizes, costs.read_s, self._bytes_max)
         self._replaces_always = costs is None
-        self._position = 0
+        self._position = 0  # reads that have come
         self._future: FutureUses | None = None
         self._chunk_future: ChunkFuture | None = None
-        # Until these times, too little of the chunks will have been read to fetch them
+        # For each chunk, a time until which too little of it will have been read to fetch it
         self._enough_at: dict[int, int] = {}
         self.written_bytes = 0
 
@@ -174,8 +176,8 @@ class UnitCache:
             self._policy.note_passed(self._future.seek(0, self._position))
 
     def access(self, unit: int, wanted: int) -> tuple[int, bool]:
-        """Returns the tier that served the `wanted` bytes, and whether the unit was fetched whole,
-        so that the cache has it now."""
+        """Read `wanted` bytes of a unit. Returns the tier that served them, and whether the unit
+        was fetched whole, so that the cache has it now."""
         if unit in self._held:
             self._policy.record_access(unit)
             if self._admission is not None:
@@ -198,7 +200,7 @@ class UnitCache:
         for victim in victims:
             self._free[self._tier.pop(victim)] += self._sizes[victim]
             self._policy.remove(victim)
-        if self._free[tier] < size:
+        if self._free[tier] < size:  # victims of both tiers make room together
             other = 1 - tier
             self._free[other] -= size - self._free[tier]
             self._free[tier] = size
@@ -212,7 +214,7 @@ class UnitCache:
         if self._future is None or self._chunk_future is None:
             return False
         enough_at = self._enough_at.get(unit)
-        if enough_at is None or enough_at < self._position:
+        if enough_at is None or enough_at < self._position:  # one order: its position is the time
             number = self._chunk_future.whole_uses(unit)
             enough_at = self._enough_at[unit] = self._future.time_of_use(unit, number)
         return enough_at >= self._future.next_time_of(victim)
@@ -227,6 +229,7 @@ class UnitCache:
             self._admission.reset_misses(unit)
 
     def _victims(self, unit: int, size: int, wanted: int) -> list[int] | None:
+        """The units that `unit` shall replace, or None if the cache must not take it."""
         policy, room = self._policy, self._free[0] + self._free[1]
         if size > self._bytes_max or not policy.admits(unit, size, room):
             return None
@@ -234,7 +237,7 @@ class UnitCache:
         first = next(order, None)
         if first is None or self._is_read_too_seldom(unit, first):
             return None
-        shortage = Shortage[int](max(size - room, 1))
+        shortage = Shortage[int](max(size - room, 1))  # neither tier alone has room for the unit
         if not shortage.choose(chain((first,), order), self._sizes.__getitem__):
             return None
         victims = shortage.victims
@@ -359,7 +362,7 @@ def _replay_log(
     epochs: Sequence[EpochReads],
     following: EpochReads | None,
 ) -> list[EpochSources]:
-    logged_by = np.full(len(files), -1, np.int32)
+    logged_by = np.full(len(files), -1, np.int32)  # the node with each file in its log, or -1
     sources = []
     for each, then in zip(epochs, [*epochs[1:], following], strict=True):
         node = _node_of_rows(job, each)
@@ -446,6 +449,7 @@ class _Accesses:
     reads: Numbers
 
     def pushes(self) -> Numbers:
+        """The first access of each push, and at the end the number of accesses."""
         starts = np.flatnonzero(np.diff(self.push, prepend=-1))
         return np.append(starts, len(self.push))
 
@@ -457,6 +461,7 @@ def _run(
     unit_count: int,
     progress: OnProgress,
 ) -> list[_Found]:
+    """Policies that know the future know all of `known`."""
     for number, cache in enumerate(caches):
         mine = [each.cache == number for each in known]
         units = [

@@ -22,6 +22,7 @@ class ForecastOptions:
     cache_size: str
     is_given_order: bool = False
     fits_alone: bool = False
+    """Whether one machine alone has memory for the whole dataset."""
 
 
 def recommended(forecasts: Sequence[Forecast]) -> Forecast:

@@ -80,6 +80,7 @@ class Forecast:
 
     @property
     def later(self) -> EpochForecast:
+        """The last epoch, which stands for all but the first."""
         return self.epochs[-1]
 
     @property
@@ -99,7 +100,7 @@ def layout_of(policy: str) -> Layout:
 def read_epochs(
     job: ForecastJob, files: ForecastFiles, given: Indices | None = None
 ) -> list[EpochReads]:
-    """`given` is the user's order of all ranks; None draws one."""
+    """`given` is the user's order of all ranks, or None to draw one."""
     return [
         cut_epoch(job, files, epoch_order(job, files, epoch, given)) for epoch in range(job.epochs)
     ]
@@ -137,8 +138,8 @@ def timed(
     *,
     shares_memory: bool = True,
 ) -> tuple[EpochForecast, ...]:
-    """`sources` are the results of `kept.replay`. With `shares_memory`, a cache of files lends the
-    mount's window the memory that holds no file of later use."""
+    """Simulate the time of each epoch, given its sources (`kept.replay`). With `shares_memory`, a
+    cache of files lends the mount's window the memory that holds no file of later use."""
     clock = _Clock(job, files, reads, sources, shares_memory=shares_memory)
     done = []
     for number, (each, found) in enumerate(zip(reads, sources, strict=True)):
@@ -164,6 +165,8 @@ def timed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Passed:
+    """The fields of `EpochForecast` that depend on time."""
+
     seconds: float
     compute_s: float
     stall_s: Seconds
@@ -185,8 +188,8 @@ class _Lane:
         self.pushes = pushes
         self.needed = needed.tolist()
         self.with_room = np.cumsum(pages_bytes).searchsorted(room, side="right").tolist()
-        self.begun = 0
-        self.free_s = 0.0
+        self.begun = 0  # pushes that have begun
+        self.free_s = 0.0  # when the last push that has begun ends
 
 
 class _Clock:
@@ -205,6 +208,7 @@ class _Clock:
         self._now_s = 0.0
         self._iteration = 0
         counts = [len(each.rank) for each in reads]
+        # Pushes before each epoch
         self._base = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self._service = np.concatenate(
             [
@@ -213,7 +217,7 @@ class _Clock:
             ]
         )
         self._latency = np.concatenate([_latency_s(job, each) for each in sources])
-        self._end = np.full(len(self._service), np.inf)
+        self._end = np.full(len(self._service), np.inf)  # when each push has arrived
         self._resident = [
             _by_place(each, each.place[found.is_resident])
             for each, found in zip(reads, sources, strict=True)
@@ -222,7 +226,7 @@ class _Clock:
 
     def _make_lanes(self, files: ForecastFiles, sources: Sequence[EpochSources]) -> list[_Lane]:
         job, lanes = self._job, []
-        pages = []
+        pages = []  # by push
         for each, found in zip(self._reads, sources, strict=True):
             loaded = ~found.is_resident
             push = each.push[each.access[loaded]]
@@ -284,7 +288,7 @@ class _Clock:
         return window + job.node.memory_bytes - np.cumsum(of_use)
 
     def pass_epoch(self, number: int) -> _Passed:
-        """Must be called for each epoch, in order."""
+        """Must be called once for each epoch, in order."""
         job, reads = self._job, self._reads[number]
         push_of = reads.push_of
         base = int(self._base[number])
@@ -330,7 +334,7 @@ class _Clock:
         pushes = lane.pushes[lane.begun : until]
         service = self._service[pushes]
         begin_s = lane.free_s
-        if begin_s < now_s or not now_s:
+        if begin_s < now_s or not now_s:  # nothing was under way
             begin_s = now_s + float(self._latency[pushes[0]])
         ends = begin_s + np.cumsum(service)
         self._end[pushes] = ends

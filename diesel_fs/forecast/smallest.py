@@ -13,7 +13,7 @@ from .nodes import ForecastJob
 from .simulate import Forecast
 
 STALL_PART_MAX = 0.01
-"""Waiting may make a job's last epoch longer by at most this fraction."""
+"""A job has no stalls if waiting makes its last epoch longer by at most this fraction."""
 
 RUNS_MAX = 6
 
@@ -26,8 +26,8 @@ def stalls(forecast: Forecast) -> bool:
 def smallest_disk(
     job: ForecastJob, data_bytes: int, run: Callable[[ForecastJob], Forecast]
 ) -> int | None:
-    """Returns the bytes of SSD that each node needs, or None if the job stalls even with the whole
-    dataset on the SSDs, since something else is too slow.
+    """The bytes of SSD that each node needs, or None if the job stalls even with the whole dataset
+    on the SSDs, since something else is too slow.
 
     The result is a multiple of about a 31st of the node's share of `data_bytes` (plus an eighth).
     """

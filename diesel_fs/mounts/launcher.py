@@ -69,7 +69,9 @@ class Patience:
     """How long the daemon may live without using processor time. It ends within milliseconds,
     unless the kernel first has to forget millions of files, 200,000 a second."""
     total_s: float = 600.0
+    """How long the daemon may live at most."""
     log_interval_s: float = 5.0
+    """The interval of warnings that the daemon still works."""
     before_signal_s: float = 1.0
     """After this time the daemon gets SIGTERM."""
 
@@ -112,7 +114,7 @@ def mount(
             _start(request, program, deadline_s)
     except BaseException as error:
         if isinstance(error, DeadlineError) or not isinstance(error, Exception):
-            with suppress(DieselError):
+            with suppress(DieselError):  # nothing may be mounted
                 umount(request.mountpoint, force=True)
         else:
             with suppress(DieselError):  # the daemon may have been killed after it had mounted
@@ -346,8 +348,8 @@ def _check_retired_trees(found: DatasetMount, own: Sequence[int]) -> None:
 
 
 def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience: Patience) -> None:
+    """The connection with the kernel ends first, so that no later step can wait for the daemon."""
     path, device = found.path, found.device
-    # The connection with the kernel ends first, so that no later step can wait for the daemon
     abort_file = syscalls.open_abort(device)
     try:
         if is_mounted(path, device):  # otherwise the mount has ended by itself
@@ -403,8 +405,8 @@ def _warn_still_mounted(left: Mapping[MountEntry, int], path: str, daemon: int) 
 
 
 def _wait(own: Sequence[int], path: str, patience: Patience) -> None:
-    """Waits for the processes, the daemon first, as long as they use processor time. Raises
-    DeadlineError."""
+    """Waits for the processes, the daemon first, as long as they use processor time: the kernel may
+    have to forget millions of files. Raises DeadlineError."""
     now_s = begun_s = worked_s = logged_s = time.monotonic()
     ticks = processor_ticks(own)
     for pid in own:

@@ -1,8 +1,8 @@
 """Opens snapshots and contents for a mount. No other module of `mounts` opens repositories.
 
-In a task, contents come from the task's cache (`peers/`). "The server" is the mount's own server
-process (`daemon/server.py`), never a DIESEL-FS server. The server and the prefetch worker have a
-`MountSource` each.
+In a task, contents come from the task's cache (`peers/`). A mount pushes if it has a prefetch
+worker (`daemon/prefetch_worker.py`). "The server" is the mount's own server process
+(`daemon/server.py`), never a DIESEL-FS server. Server and worker have a `MountSource` each.
 """
 
 import logging
@@ -98,6 +98,7 @@ class MemorySplit:
 
     @property
     def server_bytes(self) -> int:
+        """For chunks in the server's memory."""
         return min(self.total_bytes // SERVER_DIVISOR, SERVER_BYTES_MAX)
 
     @property
@@ -109,6 +110,7 @@ class MemorySplit:
 
     @property
     def push_bytes(self) -> int:
+        """For contents that are pushed into the kernel's page cache."""
         return self.total_bytes - self.server_bytes - self.task_bytes
 
 
@@ -117,7 +119,7 @@ class MountSource:
     and leaves it when the mount switches to another version."""
 
     def __init__(self) -> None:
-        self._stores: dict[int, TaskStore] = {}
+        self._stores: dict[int, TaskStore] = {}  # by version
         self._current_version = 0  # 0 before the task's cache is joined
         self._is_registered = False  # as a job in a cache folder
 
@@ -140,8 +142,9 @@ class MountSource:
             return OpenedSnapshot(view, "" if request.stale == "allow" else warning)
 
     def newest(self, request: MountRequest, identity: UUID) -> int:
-        """Raises NoSuchDataset if the dataset was deleted, ForeignError if its name belongs to
-        another dataset now, and DieselError if the version cannot be determined."""
+        """The newest version of the mounted dataset. Raises NoSuchDataset if it was deleted,
+        ForeignError if its name belongs to another dataset now, and DieselError if the version
+        cannot be determined."""
         with _open_repository(request) as repository:
             info = repository.dataset(request.dataset)
             if info.identity != identity:
@@ -157,7 +160,9 @@ class MountSource:
             return ReadLease.take(repository.objects, snapshot.identity, snapshot.version)
 
     def reader(self, request: MountRequest, snapshot: Snapshot, memory_bytes: int) -> ContentReader:
-        """Returns a reader that keeps up to `memory_bytes` of chunks. Raises DieselError."""
+        """A reader of contents for the server, which keeps up to `memory_bytes` of chunks. The
+        server reads only files that were not pushed, so it reads them one by one rather than by
+        whole chunks. Raises DieselError."""
         with _open_repository(request) as repository:
             store = MarkedStore(repository.objects, WaitCause.STORE)
             objects = self._objects(request, repository, store, snapshot, ChunkFiles())
@@ -169,7 +174,7 @@ class MountSource:
             if request.task_options.cache_layout == "order":
                 try:
                     prepare_cache_folder(Path(request.log_folder), repository.objects)
-                except NoSpaceError as error:
+                except NoSpaceError as error:  # then files are read from the store
                     log.warning("this mount keeps no order log: %s", error.message)
             return LogEntryReader(snapshot, reader, _log_place(request, repository, snapshot))
 
@@ -180,7 +185,8 @@ class MountSource:
 
     @staticmethod
     def disk_speed(request: MountRequest) -> DiskSpeed | None:
-        """None if the speed cannot be measured. May take a second. Any thread."""
+        """How fast the disk of the cache folder is; None if that cannot be measured. May take a
+        second. Any thread."""
         place = Path(request.log_folder)
         return disk_speed(os.fspath(place)) if is_cache_folder(place) else None
 
@@ -191,7 +197,7 @@ class MountSource:
         push_bytes: int,
         addresses: LogAddresses,
     ) -> OrderLogs | None:
-        """`push_bytes`: the mount's memory for pages. Returns None if the mount keeps no logs, or
+        """The order logs of a mount with `push_bytes` for pages; None if the mount keeps none, or
         if their folder or the repository cannot be used. `addresses` tells the server where entries
         lie."""
         if not request.log_folder:
@@ -223,7 +229,7 @@ class MountSource:
             return None
 
     def batch_source(self, request: MountRequest, snapshot: Snapshot) -> BatchSource:
-        """Raises DieselError."""
+        """A reader for the prefetch worker. Raises DieselError."""
         with _open_repository(request) as repository:
             try:
                 objects = self._objects(request, repository, repository.objects, snapshot)
@@ -234,7 +240,8 @@ class MountSource:
             return CoalescingReader(snapshot, objects, limits=limits)
 
     def plan_sender(self, snapshot: Snapshot) -> PlanSender | None:
-        """None if this process has not joined the task's cache."""
+        """Sends plans for a version to the task's cache; None if this process has not joined the
+        cache."""
         store = self._stores.get(snapshot.version)
         return None if store is None else PlanSender(snapshot, store.send_plan)
 
@@ -257,7 +264,7 @@ class MountSource:
             self._stores.pop(version).close()
 
     def task_stats(self) -> dict[str, object]:
-        """Empty without a task. May block for a moment."""
+        """The statistics of the task's cache; empty without a task. May block for a moment."""
         store = self._stores.get(self._current_version)
         return {} if store is None else store.stats()
 
@@ -290,7 +297,8 @@ class MountSource:
             )
             # A master that runs with another size is an error only if the user has named the size
             wanted = replace(wanted, memory_is_default=not request.memory_bytes)
-            # The first join waits while the master of an earlier mount ends
+            # The first join waits while the master of an earlier mount ends. Later joins find the
+            # running master, which learns of the new version
             wait_s = 0.0 if self._stores else MASTER_END_WAIT_S
             store = TaskStore.join(objects, wanted, snapshot, wait_s=wait_s, files=files)
             self._stores[snapshot.version] = store
@@ -315,6 +323,7 @@ def node_map_file(diff: SnapshotDiff, nodes: npt.NDArray[np.uint64] | None) -> i
 def read_node_map(
     descriptor: int, entry_count: int
 ) -> tuple[npt.NDArray[np.uint64] | None, OldIndices, OldIndices]:
+    """The columns of `node_map_file`."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     start = len(mapped) - 8 * entry_count
     nodes = np.frombuffer(mapped, np.uint64, entry_count) if start else None
@@ -329,7 +338,7 @@ def map_snapshot(descriptor: int) -> Snapshot:
 
 
 def _log_place(request: MountRequest, repository: Repository, snapshot: Snapshot) -> str:
-    """The folder need not exist."""
+    """The folder of a dataset in the cache folder, which need not exist."""
     store = repository.objects.store_id
     return f"{request.log_folder}/{store.hex}/{snapshot.identity.hex}"
 

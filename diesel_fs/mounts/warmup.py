@@ -2,14 +2,13 @@
 
 The way depends on the mount:
 
-- A mount without a cache of chunks gets a plan that no program reads (`plans/CONTROL.md`): as many
-  files as fit its memory. The mount pushes them into the kernel's page cache.
-- A mount with a cache of chunks (in a task, or with `--cache-dir`) gets a plan of all files. The
-  plan's reader reports positions half of the memory behind the pushes, so every chunk passes
-  through the cache. A cache on a disk keeps only as much as it can write in time, so the pass is
-  repeated as long as the cache gains chunks.
-- If the mount's prefetch worker has ended, the mount pushes nothing, and this module reads the
-  files.
+- The mount pushes contents into the kernel's page cache: as many files as fit its memory are
+  announced as a plan that no program reads (`plans/CONTROL.md`), until they are loaded.
+- The mount also reads through a cache of chunks (of the nodes of a task, or on a disk with
+  `--cache-dir`): all files are announced, and the plan's reader reports positions half of the
+  memory behind the pushes. So every chunk passes through that cache. A cache on a disk keeps only
+  as much as it can write in time, so the pass is repeated as long as the cache gains chunks.
+- The mount pushes nothing, since its prefetch worker has ended: this module reads the files.
 
 Files are loaded in the order of their chunks, so that each chunk is fetched once. One thread calls;
 reading has threads of its own.
@@ -47,8 +46,8 @@ from .prefetch.streams.units import PAGE_BYTES
 from .source import MemorySplit
 
 Show = Callable[[int, int, int], None]
-"""Gets the number of files that had their turn, the number of all files, and the bytes of the
-former."""
+"""Shows progress: the number of files that had their turn, the number of all files, and the bytes
+of the former."""
 
 POLL_S_MIN, POLL_S_MAX = 0.02, 0.25
 """How often the mount's progress is queried: often at first, since small folders are quick."""
@@ -61,7 +60,8 @@ NO_ROOM_S = 2.0
 """If a mount has waited for room for this time, it gets none: plans of other programs hold it."""
 
 FAILING_S = 30.0
-"""How long to wait if the mount cannot read its store: as long as a read waits."""
+"""How long to wait while the mount cannot read its store and loads nothing: as long as a read
+waits."""
 
 WORKER_STATS_LAG_S, TASK_STATS_LAG_S, FILE_AGE_S = 0.6, 1.3, 1.2
 """The greatest age of figures from the prefetch worker (sent four times a second), from the task
@@ -72,12 +72,14 @@ SAMPLE_ENTRIES = 1024
 file with a probability of 99 %."""
 
 READERS = 8
+"""Files that are read at once if the mount pushes nothing."""
 
 READ_BYTES = 1 << 20
 
 ENDLESS_BYTES = 1 << 62
 
 PASSES_MAX = 16
+"""The most passes over the files."""
 
 VERSIONS_TRIED = 3
 """A mount that follows its dataset may switch to another version just before it gets the plan."""
@@ -142,7 +144,7 @@ class Warmup:
             )
         found = cls(mount, inside, launcher.stats(mount.path))
         with _errors_of(mount.path), found._control() as control:
-            if control is not None:
+            if control is not None:  # the worker knows the budget before `.diesel/stats` has it
                 found._stats = control.stats()
         return found
 
@@ -184,16 +186,16 @@ class Warmup:
         return wanted if wanted <= memory_limit_bytes() else 0
 
     def run(self, show: Show) -> WarmupReport:
-        """An interrupted run withdraws its plan; loaded files stay. Raises ObjectStoreError if the
-        mount cannot read its store, PermissionDenied for another user's mount, and DieselError if
-        the mount ends meanwhile."""
+        """Loads the files. An interrupted run withdraws its plan; loaded files stay. Raises
+        ObjectStoreError if nothing can be loaded because the mount cannot read its store,
+        PermissionDenied for another user's mount, and DieselError if the mount ends meanwhile."""
         if not len(self._files):
             return WarmupReport(Amount(), Amount(), Amount(), (), Amount())
         for tries_left in reversed(range(VERSIONS_TRIED)):
             try:
                 with _errors_of(self.mountpoint), self._control() as control:
                     return self._read(show) if control is None else self._push(control, show)
-            except ConflictError:
+            except ConflictError:  # the mount has just switched to another version
                 if not tries_left:
                     raise
                 self._read_snapshot()
@@ -248,8 +250,8 @@ class Warmup:
         )
 
     def _push_through_cache(self, control: Control, show: Show) -> tuple["_Pushed", float]:
-        """Returns the result of the last pass, and the part of its reads that the cache served
-        (0 to 1)."""
+        """Pushes all files, again and again, until the cache of chunks gains no more. Returns the
+        result of the last pass, and the part of its reads that the cache served (0 to 1)."""
         window_bytes = self._budget_bytes // 2
         order = self._files[self._pushable()]
         if not len(order):
@@ -271,15 +273,15 @@ class Warmup:
     def _push_once(
         self, control: Control, order: Indices, window_bytes: int, show: Show
     ) -> "_Pushed":
-        """`window_bytes`: how far the plan's reader stays behind the pushes; `ENDLESS_BYTES`: it
-        stays at the beginning."""
+        """Has the mount push the files of `order`, as a plan. `window_bytes`: how far its reader
+        stays behind the pushes; `ENDLESS_BYTES`: it stays at the beginning."""
         name = f"warmup:{os.getpid()}"
         pushing = _Pushing(control, name, order, self.snapshot, window_bytes, show)
         control.announce(name, [explicit(epoch=0, entries=order)])
         try:
             return pushing.run()
         finally:
-            with suppress(DieselError):
+            with suppress(DieselError):  # the mount may have ended
                 control.withdraw(name)
 
     @property
@@ -391,6 +393,8 @@ class _Pushed:
 
 
 class _Pushing:
+    """Watches the pushes of a plan, and moves the plan's reader on."""
+
     def __init__(
         self,
         control: Control,
@@ -483,7 +487,7 @@ class _Pushing:
         self._control.progress(self._name, position)
 
     def _pass(self, position: int) -> None:
-        """Passed files that are not resident could not be pushed."""
+        """Moves the reader's position. Passed files that are not resident could not be pushed."""
         passed = self._order[self._position : max(position, self._position)]
         if len(passed):
             self._failed.append(passed[~self._control.resident(passed)])
@@ -504,6 +508,8 @@ def _failed_pushes(residency: Mapping[str, object]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
+    """Reads that a cache of chunks has served, and reads that went to the store."""
+
     hits: int = 0
     misses: int = 0
 
@@ -512,7 +518,7 @@ class _Served:
 
     @property
     def missing(self) -> float:
-        """The part of all reads, 0 to 1."""
+        """The part of the reads that went to the store, 0 to 1."""
         return self.misses / (self.hits + self.misses) if self.misses else 0.0
 
 

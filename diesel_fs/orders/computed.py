@@ -18,7 +18,7 @@ class ComputedOrder:
     seed: int
     epoch: int
     group: int
-    """Chunks in a group; with all chunks or more it is a full shuffle."""
+    """Chunks in a group; the dataset's number of chunks or more gives a full shuffle."""
     rank: int = 0
     world: int = 1
     drop_last: bool = False
@@ -46,6 +46,7 @@ class ComputedOrder:
         )
 
     def part_of(self, whole: Indices) -> Indices:
+        """This rank's entries, from the result of `compute_whole`."""
         if self.world == 1:
             return whole
         places = part_positions(len(whole), self.rank, self.world, drop_last=self.drop_last)

@@ -9,8 +9,9 @@ greater than that of a share c of all samples is drawn with this probability:
     p = floor + (1 - floor) * c ** beta
 
 Selective-Backprop compares a loss with the last 1,024 losses, not with those of all samples, and
-takes the greater of floor and c ** beta, of which this formula is a smooth form. The mean of c **
-beta is 1 / (1 + beta), so beta follows from the floor and the share of samples in an epoch.
+takes the greater of floor and c ** beta, of which this formula is a smooth form. The mean of
+c ** beta is 1 / (1 + beta), so beta follows from the floor and the share of samples in an epoch.
+Neither depends on the values, so an epoch's length is known before its draw.
 
 **The draw** is systematic (Madow, Annals of Mathematical Statistics 20, 1949): the samples lie in
 random order, each with the length p, and the marks at u, u + 1, u + 2, ... take the samples on
@@ -49,7 +50,8 @@ Values = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 
 SHARE_DEFAULT = 0.5
-"""The fraction of samples that Selective-Backprop draws with beta = 1."""
+"""The fraction of samples that Selective-Backprop draws with beta = 1. (The authors' scripts have
+beta = 3, thus a quarter of the samples, and more epochs.)"""
 
 HIGH_DIVISOR = 5
 """A fifth of the samples is of high importance; iCache names no limit. With a third, 1 % fewer
@@ -57,7 +59,8 @@ samples were in memory under substitution."""
 _CHANCE_STEPS = 1 << 20
 """Probabilities are rounded to multiples of 1 / `_CHANCE_STEPS`, since processors differ in the
 last digits of powers."""
-_MARK = 1 << 32  # for a probability of 1, so that sums of whole numbers are exact
+_MARK = 1 << 32  # stands for a probability of 1, so that sums of whole numbers are exact
+# Domains of `random_keys`
 _TIES, _PLACES, _MARKS, _REPLACED, _REPLACING, _PACKAGES, _HOMES = range(11, 18)
 
 
@@ -81,6 +84,7 @@ class DrawRule:
             )
 
     def length(self, samples: int) -> int:
+        """The number of samples in an epoch."""
         return min(max(round(self.share * samples), 1), samples)
 
     def probabilities(self, values: Values, seed: int, epoch: int) -> npt.NDArray[np.float32]:
@@ -91,7 +95,7 @@ class DrawRule:
         if not count:
             return np.empty(0, np.float32)
         length = self.length(count)
-        share = length / count
+        share = length / count  # for few samples not quite `self.share`
         if share == 1 or share <= self.floor or self.floor == self.share:
             return np.full(count, share, np.float32)
         order = _by_value(values, seed, epoch)
@@ -175,6 +179,7 @@ def substituted(
 
 
 def home_nodes(count: int, nodes: int, seed: int) -> Indices:
+    """The home node of each sample, the same in all epochs."""
     return (random_keys(_HOMES, count, seed, 0) % np.uint64(nodes)).astype(np.int64)
 
 
@@ -209,7 +214,7 @@ def at_home(samples: Indices, is_high: Mask, home: Indices, per_node: int, nodes
 
 
 def is_low(probabilities: npt.NDArray[np.float32]) -> Mask:
-    """Whether each sample is less probable than all of the most important fifth."""
+    """For each sample: whether it is less probable than all of the most important fifth."""
     if not len(probabilities):
         return np.empty(0, np.bool_)
     place = len(probabilities) - max(len(probabilities) // HIGH_DIVISOR, 1)
@@ -228,8 +233,8 @@ def _by_value(values: Values, seed: int, epoch: int) -> Indices:
 
 
 def _permutation(domain: int, count: int, seed: int, epoch: int) -> Indices:
-    """The permuted numbers are the lower bits of the sorted keys, so all keys differ, every sort
-    gives the same result, and it takes a tenth of an argsort's time."""
+    """The numbers below `count` in random order. They are the lower bits of the sorted keys, so all
+    keys differ, every sort gives the same result, and it takes a tenth of an argsort's time."""
     bits = np.uint64(max(count - 1, 1).bit_length())
     keys = random_keys(domain, count, seed, epoch) >> bits << bits
     keys |= np.arange(count, dtype=np.uint64)
@@ -245,5 +250,6 @@ def _stretched(ends: Indices, total: int) -> Indices:
 
 
 def _distinct(taken: Indices) -> Indices:
+    """Raise the elements of an ascending array as little as makes them all different."""
     steps = np.arange(len(taken))
     return np.maximum.accumulate(taken - steps) + steps

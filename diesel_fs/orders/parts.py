@@ -3,7 +3,7 @@
 A **part** is the share of one rank. Parts have equal lengths: if the number of files is no multiple
 of the world (the number of ranks), the list is extended by files from its start or cut at its end,
 as torch's `DistributedSampler(drop_last=...)` does. That sampler gives a rank every `world`-th
-file. Parts here are contiguous, so in a chunk-wise order one rank reads most chunks alone.
+file; parts here are contiguous, so in a chunk-wise order one rank reads most chunks alone.
 
 Ranks that stop in the middle of an epoch have received the same number of files, since they train
 in step. If the job resumes with another world, the files that no rank has received are divided like
@@ -26,13 +26,16 @@ class Partition:
     world: int
     drop_last: bool
     position: int
+    """The number of files that each rank had received."""
 
 
 def part_length(files: int, world: int, *, drop_last: bool) -> int:
+    """The number of files in each rank's part."""
     return files // world if drop_last else -(-files // world)
 
 
 def part_positions(files: int, rank: int, world: int, *, drop_last: bool) -> Indices:
+    """The places of a rank's files in the order."""
     length = part_length(files, world, drop_last=drop_last)
     if not length:
         return np.empty(0, np.int64)

@@ -1,5 +1,6 @@
 """Writes orders as lists of paths: the names of such lists, their sizes, and their bytes.
 
+A mount offers the lists as files (`mounts/tree/dot_diesel.py`), and `dlcmd shuffle` prints them.
 Millions of paths are joined without a Python object for each. Pure; safe from any thread.
 """
 
@@ -18,17 +19,18 @@ from .computed import ComputedOrder
 from .shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, WORLD_MAX
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
-_BATCH_FILES = 16_384  # joined at once: their bytes stay in the processor's cache
+_BATCH_FILES = 16_384  # paths joined at once: their bytes stay in the processor's cache
 _NEWLINE, _NUL = ord("\n"), 0
 
 
 @dataclass(frozen=True, slots=True)
 class ListName:
-    """A rank's chunk-wise order, written as `seed=1,epoch=2,group=100,rank=0,world=4`."""
+    """The parameters of a rank's chunk-wise order in an epoch, written as
+    `seed=1,epoch=2,group=100,rank=0,world=4`."""
 
     seed: int
     epoch: int
-    group: int = GROUP_SIZE_DEFAULT
+    group: int = GROUP_SIZE_DEFAULT  # chunks in a group
     rank: int = 0
     world: int = 1
 
@@ -112,6 +114,7 @@ class PathLists:
 
 
 def path_bytes(snapshot: Snapshot) -> npt.NDArray[np.int64]:
+    """The length of the path of each entry."""
     columns = snapshot.columns
     bounds = columns.name_start.astype(np.int64)
     length = bounds[1:] - bounds[:-1]

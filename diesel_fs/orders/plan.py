@@ -1,7 +1,8 @@
 """Plans: the files that each reader will read, in order, announced before it reads them.
 
 A *stream* is one reader; it has *epochs*, each with its entries (indices of files in the snapshot)
-in order. A *plan* is all streams that are announced to a mount.
+in order. A *plan* is all streams that are announced to a mount. Plans come over the control socket
+or from lists of files (`mounts/plans/`); the mount's prefetch planner loads files in their order.
 
 All are immutable values, with private, read-only copies of their arrays.
 """
@@ -29,6 +30,7 @@ Bounds: TypeAlias = npt.NDArray[np.int64]
 """The position after the last entry of each batch of an epoch, ascending."""
 
 FileMask: TypeAlias = npt.NDArray[np.bool_]
+"""For each entry: whether it is a file."""
 
 STREAM_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
@@ -88,6 +90,7 @@ class Epoch:
         return Epoch(self.number, entries, self.exact and more.exact, bounds)
 
     def replaced(self, position: int, rest: "Epoch") -> "Epoch":
+        """This epoch up to `position`, then `rest`."""
         bounds = None
         if rest.bounds is not None and self.bounds is not None:
             before = self.bounds[self.bounds <= position]
@@ -192,7 +195,7 @@ def _own_entries(entries: EntryOrder) -> Entries:
     if len(array) and (int(array.min()) < 0 or int(array.max()) >= 1 << 32):
         raise UsageError("an order names an entry that is not 0 to 2^32 - 1")
     if array.dtype == np.uint32 and array.flags.owndata and not array.flags.writeable:
-        return array
+        return array  # a copy that was made here
     own = array.astype(np.uint32)
     own.flags.writeable = False
     return own

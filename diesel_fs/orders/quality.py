@@ -14,7 +14,9 @@ mean of V after full shuffle is known (drawing without replacement):
 
 So D is 1 for a full shuffle, up to chance, and b if each batch has files of one class only, out of
 many classes (for b far below N). A batch is worth b / D fully shuffled files: Kish's effective
-sample size. The measure does not see differences between files of one class, files that come
+sample size. If V were computed from gradients, and a batch were one chunk, D would be the factor
+h_D by which CorgiPile bounds the convergence of SGD in chunk-wise order (Xu et al., SIGMOD 2022,
+section 4). The measure does not see differences between files of one class, files that come
 together again in the next epoch, and for how many batches in a row a class is too frequent
 (tests/bench/RESULTS.md: with larger groups the imbalance is smaller, but lasts longer).
 
@@ -75,8 +77,8 @@ class QualityReport:
     @property
     def recommended(self) -> int | None:
         """The smallest group size with a design effect of at most DESIGN_EFFECT_MAX (or that of
-        full shuffle, if it is larger by chance); None if no group size has that, or there are no
-        classes to mix."""
+        full shuffle, if it is larger by chance); None if there is none, or there are no classes to
+        mix."""
         limit = max(DESIGN_EFFECT_MAX, self.full.design_effect or 0.0)
         for group_size, quality in self.by_group_size.items():
             if quality.design_effect is not None and quality.design_effect <= limit:
@@ -116,7 +118,7 @@ def compare_group_sizes(
     chunks = len(np.unique(chunk))
     batch_files = max(min(BATCH_FILES, len(requested.indices) // BATCHES_MIN), 1)
 
-    place_of = np.empty(len(snapshot), np.int64)
+    place_of = np.empty(len(snapshot), np.int64)  # of an entry, among the files
     place_of[files] = np.arange(len(files))
 
     def measured(order: GroupedOrder) -> OrderQuality:
@@ -143,7 +145,8 @@ def compare_group_sizes(
 
 
 def class_of_files(snapshot: Snapshot, files: Indices, below: int = ROOT_INDEX) -> Indices:
-    """The entry of each class's folder. Raises CorruptError for a damaged snapshot."""
+    """The class of each file below the folder `below`, as the entry of the class's folder. Raises
+    CorruptError for a damaged snapshot."""
     parent = snapshot.columns.parent
     folders, folder_of_file = np.unique(parent[files], return_inverse=True)
     top = folders.astype(np.int64)
@@ -183,6 +186,7 @@ def design_effect(classes: Indices, order: Indices, batch_files: int) -> float |
 
 
 def _run_ends(values: Indices) -> Indices:
+    """The position after each run of equal values."""
     if not len(values):
         return np.empty(0, np.int64)
     return np.append(np.flatnonzero(np.diff(values)) + 1, len(values))
@@ -200,6 +204,7 @@ def _two_groups_bytes_max(chunks: Indices, ends: Indices, chunk_sizes: Indices) 
 
 
 def _different_mean(values: Indices, batch_files: int) -> float:
+    """The mean number of different values in a batch. A shorter last batch is left out."""
     whole = values[: len(values) // batch_files * batch_files].reshape(-1, batch_files)
     if not len(whole):
         return 0.0

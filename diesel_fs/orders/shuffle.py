@@ -4,7 +4,8 @@ Orders are pure functions of the snapshot and of numbers: they are the same in e
 every machine and with every version of numpy (the tests hold golden orders). Safe from any thread.
 
 **Chunk-wise shuffle** (DIESEL, ICPP 2020, section 4.3): the chunks are shuffled and cut into groups
-of `group_size`, and the files of each group are shuffled among themselves. A file of several
+of `group_size`, and the files of each group are shuffled among themselves. So a reader needs the
+chunks of one group in memory, while the chunks of the next group are loaded. A file of several
 extents belongs to the chunk of its first one, an empty file to the chunk that has its entry. Chunks
 without any selected file do not count. **Full shuffle** is the same with one group of all chunks.
 
@@ -38,7 +39,8 @@ from ..format.snapshot.reader import ROOT_INDEX, Indices, Snapshot
 from .parts import part_length, part_positions
 
 GROUP_SIZE_DEFAULT = 100
-"""The number of chunks in a group: 400 MiB with chunks of 4 MiB."""
+"""The number of chunks in a group: 400 MiB with chunks of 4 MiB. The paper finds no gain in
+accuracy with larger groups."""
 
 SEED_MAX = 2**63 - 1
 """The largest seed or epoch: each fits a signed word of 64 bits."""
@@ -49,7 +51,7 @@ WORLD_MAX = 1 << 20
 _U8 = npt.NDArray[np.uint64]
 
 _GAMMA = 0x9E3779B97F4A7C15
-_CHUNKS, _FILES = 1, 2
+_CHUNKS, _FILES = 1, 2  # domains
 _WORD = 64
 
 
@@ -68,12 +70,14 @@ class GroupedOrder:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedFiles:
-    """Files (as entries) and their chunks, from which an order is drawn. Can be pickled."""
+    """Files (as entries) and their chunks. With some numbers, they determine a chunk-wise order.
+    Can be pickled."""
 
     entries: Indices
     chunks: Indices
     """The chunk of each file, as a number in `chunk_ids`."""
     chunk_ids: npt.NDArray[np.uint8]
+    """The 16-byte IDs of all chunks of the dataset."""
 
     @classmethod
     def of(cls, snapshot: Snapshot, entries: Indices) -> "ChunkedFiles":
@@ -102,7 +106,7 @@ class ChunkedFiles:
 
 
 class OrderSelection(TypedDict, total=False):
-    """Meaning and defaults as in `chunk_order`."""
+    """The wanted part of an epoch's files; meaning and defaults as in `chunk_order`."""
 
     rank: int
     world: int
@@ -119,14 +123,14 @@ def chunk_shuffle(
     group_size: int = GROUP_SIZE_DEFAULT,
     **part: Unpack[OrderSelection],
 ) -> Indices:
-    """Arguments and errors as in `chunk_order`."""
+    """The files of `chunk_order`, with its arguments and errors."""
     return chunk_order(snapshot, seed, epoch, group_size=group_size, **part).indices
 
 
 def full_shuffle(
     snapshot: Snapshot, seed: int, epoch: int, **part: Unpack[OrderSelection]
 ) -> Indices:
-    """All chunks are in one group, so all orders are equally likely. Raises as `chunk_order`."""
+    """As `chunk_shuffle` with all chunks in one group, so that all orders are equally likely."""
     one_group = max(snapshot.chunk_count, 1)
     return chunk_shuffle(snapshot, seed, epoch, group_size=one_group, **part)
 
@@ -192,7 +196,7 @@ def _groups(files: ChunkedFiles, seed: int, epoch: int, group_size: int) -> npt.
 
 
 def _file_keys(files: Indices, group: _U8, seed: int, epoch: int) -> _U8:
-    """The group is in the upper bits, the drawn number in the others."""
+    """Sort keys: the group in the upper bits, the drawn number in the others."""
     drawn = _draw(_state(_FILES, seed, epoch), files.astype(np.uint64))
     group_bits = int(group.max()).bit_length()
     if not group_bits:
@@ -230,6 +234,6 @@ def _draw(state: _U8, words: _U8) -> _U8:
 
 
 def group_ends(group: Indices) -> Indices:
-    """`group` has the group of each file."""
+    """The position after the last file of each group, given the group of each file."""
     changes = np.flatnonzero(group[1:] != group[:-1]) + 1
     return np.append(changes, len(group)) if len(group) else changes

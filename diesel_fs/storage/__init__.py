@@ -5,5 +5,5 @@
 - `accounts/`: which users may do what, kept beside the metadata. They cannot be rebuilt.
 
 Each has one interface (`store.py`) and several implementations, which one suite of tests checks.
-Callers open stores through `open_stores.py`.
+Callers open stores through `open_stores.py`. `repository/` decides what an operation means.
 """

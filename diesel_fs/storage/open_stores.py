@@ -14,6 +14,7 @@ from .objects.folder import FolderStore
 from .objects.store import ObjectStore
 
 METADATA_FILE = "meta.sqlite"
+"""The SQLite file of a repository in a folder, beside the objects."""
 
 ObjectsOpener = Callable[[RepositoryUrl, bool], ObjectStore]
 """If the second argument is True, it makes a missing store."""
@@ -72,7 +73,7 @@ def open_accounts(
 
 
 def check_accounts_place(url: RepositoryUrl) -> None:
-    """Raises MetadataError for a bucket without a Redis: accounts have no place there."""
+    """Raise MetadataError for a bucket without a Redis: accounts have no place there."""
     if not url.meta and url.scheme != "file":
         raise MetadataError(
             f"{url} names no metadata store, where accounts are kept",

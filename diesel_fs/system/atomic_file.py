@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-_CANNOT_SYNC_FOLDERS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-_LINKS_MAX = 40
+_CANNOT_SYNC_FOLDERS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})  # CIFS and some FUSE
+_LINKS_MAX = 40  # the kernel's own limit
 
 _TEMPORARY = re.compile(
     r"\.dlcmd-(?:(?P<pid_space>[0-9a-f]{8})-(?P<pid>\d{1,10})-(?P<start>\d{1,20})-)?[0-9a-f]{16}"
 )
-_FOREIGN_AGE_S_MAX = 86_400
+_FOREIGN_AGE_S_MAX = 86_400  # an older temporary file of an unknown process goes
 
 
 class _FileWithName(io.FileIO):
@@ -61,7 +61,7 @@ def _errors_named(shown: str) -> Iterator[None]:
 
 
 def named_file(descriptor: int, shown: str) -> BinaryIO:
-    """The file closes the descriptor, and its errors have the name `shown`."""
+    """The file closes the descriptor. Its errors have the name `shown`."""
     return cast("BinaryIO", io.BufferedWriter(_FileWithName(descriptor, shown)))
 
 
@@ -121,10 +121,10 @@ def check_links(path: Path) -> None:
         current = os.path.join(folder, name)
         try:
             target = os.readlink(current)
-        except OSError:
+        except OSError:  # not a link, or missing, which opening it will report
             folder = current
             continue
-        if folder.startswith("/proc/"):
+        if folder.startswith("/proc/"):  # the kernel's own link to an open file
             return
         links += 1
         if links > _LINKS_MAX:
@@ -139,7 +139,7 @@ def check_file(path: Path, status: os.stat_result) -> None:
     """Raise PermissionDenied if a file to write to directly may have been planted, or is a hard
     link that others may have made to a file of this user."""
     folder = os.path.dirname(os.path.realpath(path))
-    if folder.startswith("/proc/"):
+    if folder.startswith("/proc/"):  # an open file of this process
         return
     has_links = stat.S_ISREG(status.st_mode) and status.st_nlink > 1
     if _may_be_planted(status, folder, is_last=True) or (has_links and _others_may_write(folder)):
@@ -173,7 +173,7 @@ def _has_writer_ended(name: re.Match[str], path: Path, folder: int | None) -> bo
 
 @cache
 def _pid_space() -> str:
-    """This PID namespace of this boot of this machine: the scope of process numbers."""
+    """A hash of the scope of process numbers: this PID namespace of this boot of this machine."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return hashlib.sha256(boot + str(namespace).encode()).hexdigest()[:8]
@@ -208,7 +208,7 @@ def is_stdout(path: Path) -> bool:
 
 
 def _path_to_replace(path: Path) -> Path | None:
-    """Returns None if `path` is to be written to directly."""
+    """The path to which a new file is renamed; None if `path` is to be written to directly."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -219,7 +219,7 @@ def _path_to_replace(path: Path) -> Path | None:
         return None
     target = Path(os.path.realpath(path))
     # An open file without a name (/dev/fd/3) is written to directly; truncating one with a name
-    # could kill a process that has mapped it
+    # could kill a process that has mapped it.
     return target if target.exists() else None
 
 
@@ -251,7 +251,7 @@ def _planted_error(what: str, path: str) -> PermissionDenied:
 
 
 def fsync_folder(path: str | os.PathLike[str]) -> None:
-    """Does nothing if the file system cannot sync folders."""
+    """Make the names in a folder durable, if its file system can sync folders."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -54,7 +54,7 @@ def cgroup_limit_bytes(mounted: Path, listed: str) -> int:
     In a container the listed path may be the host's, which is missing here; then the container's
     own limit is in the top folder.
     """
-    limits = [1 << 62]
+    limits = [1 << 62]  # no limit
     for group in re.findall(r"^0::/(.*)$", listed, re.MULTILINE):
         limits += _limits(mounted, group, "memory.max")
     for group in re.findall(r"^\d+:(?:\S+,)?memory(?:,\S+)?:/(.*)$", listed, re.MULTILINE):
@@ -65,5 +65,5 @@ def cgroup_limit_bytes(mounted: Path, listed: str) -> int:
 def _limits(top: Path, group: str, name: str) -> Iterator[int]:
     for folder in (top / group, *(top / group).parents):
         if folder.is_relative_to(top):
-            with suppress(OSError, ValueError):
+            with suppress(OSError, ValueError):  # the file says "max", or is missing
                 yield int((folder / name).read_text())

@@ -32,25 +32,25 @@ from ..errors import (
 from .atomic_file import check_file, check_links
 
 LOG_LINES_SHOWN = 15
-"""Lines of a daemon's log that an error message repeats."""
+"""An error message repeats these lines of a daemon's log."""
 
 END_DEADLINE_S = 5.0
 """The time to end after each signal; a starting daemon needs at most 2 s."""
 
 _UNEXPLAINED = (DieselError, DeadlineError)
-"""These do not name the cause, so a message needs lines of the log."""
+"""Errors that do not name the cause, so that a message needs lines of the log."""
 
 _ENDING = (signal.SIGTERM, signal.SIGKILL)
 """After the first signal a starting daemon can clean up."""
 
 _SECRETS = ("DIESEL_KEY", "DIESEL_TASK_KEY")
-_NEEDED = ("PATH", "LD_LIBRARY_PATH")
+_NEEDED = ("PATH", "LD_LIBRARY_PATH")  # to find programs and libraries
 
 # The daemon must not be a child of its starter: it would become a zombie, or end with the starter's
 # terminal. So an interpreter between them forks; it has no threads whose locks could be copied.
 _DETACH = "import os, sys; os._exit(0) if os.fork() else os.execv(sys.argv[1], sys.argv[1:])"
 DETACH = ("-I", "-S", "-c", _DETACH)
-"""A Python interpreter with these arguments starts the command after them without a parent."""
+"""Arguments of a Python interpreter that starts the command after them without a parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class DaemonRequest:
     """A subclass is a dataclass whose fields are JSON values, tuples, and other requests."""
 
     BYTES_MAX: ClassVar[int]
+    """The longest request, as JSON."""
 
     def to_json(self) -> bytes:
         """Raises UsageError if the request is too long."""
@@ -150,7 +151,7 @@ def minimal_environment() -> dict[str, str]:
 
 @contextmanager
 def minimal_environment_set() -> Iterator[None]:
-    """Programs that a library starts in the `with` inherit the minimal environment."""
+    """During the `with`, programs that a library starts inherit the minimal environment."""
     before, minimal = dict(os.environ), minimal_environment()
     for name in before.keys() - minimal:
         del os.environ[name]
@@ -212,7 +213,7 @@ class _Report:
         if not self._pid:  # the daemon has ended, or will when it finds its starter gone
             return
         with suppress(ProcessLookupError), open(os.pidfd_open(self._pid), "rb") as process:
-            for number in signals or (0,):
+            for number in signals or (0,):  # 0 sends nothing
                 signal.pidfd_send_signal(process.fileno(), number)
                 if select.select([process], [], [], END_DEADLINE_S)[0]:
                     return
@@ -243,7 +244,7 @@ def log_file(path: Path) -> Iterator[BinaryIO]:
     try:
         check_links(path)
         target = os.path.realpath(path)
-        if target.startswith("/proc/"):
+        if target.startswith("/proc/"):  # an open file of this process, which has no other name
             descriptor = os.open(path, flags)
         else:
             descriptor = os.open(target, flags | os.O_NOFOLLOW, 0o600)
@@ -259,7 +260,8 @@ def log_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def add_log_tail(error: DieselError, log: BinaryIO, start: int) -> None:
-    """Adds the last lines since the position `start` to an error that does not name the cause."""
+    """Add the last lines since the position `start` to an error that does not name the cause,
+    without lines that repeat the error's own text."""
     if type(error) not in _UNEXPLAINED:
         return
     log.seek(start)

@@ -39,7 +39,7 @@ def read_once(fd: int, size: int, room: memoryview) -> None:
         try:
             got = os.preadv(fd, [room[done:]], done)
         except OSError as error:
-            if not is_direct or error.errno != errno.EINVAL:
+            if not is_direct or error.errno != errno.EINVAL:  # other blocks, or an odd length
                 raise
             is_direct = not set_direct(fd, wanted=False)
             continue

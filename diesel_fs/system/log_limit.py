@@ -12,6 +12,7 @@ LINES_AT_ONCE = 20
 named."""
 
 LINES_PER_S = 1.0
+"""Further lines of one kind per second."""
 
 SAME_S = 1.0
 """The least time between two lines of one kind and subject (`extra={"subject": ...}`, such as a
@@ -29,7 +30,7 @@ class _Kind:
 
 
 class LogRateLimit(logging.Filter):
-    """The next line has the number of dropped ones."""
+    """Drops lines of one kind that come too fast. The next line has the number of dropped ones."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

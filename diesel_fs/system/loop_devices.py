@@ -10,7 +10,7 @@ import time
 
 _CONTROL = "/dev/loop-control"
 _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A
-_CONFIG = struct.Struct("II 52xI 240x")
+_CONFIG = struct.Struct("II 52xI 240x")  # the file, the block size, the flags
 _READ_ONLY, _AUTOCLEAR = 1, 4
 
 _DEADLINE_S = 5.0

@@ -18,12 +18,12 @@ _NETWORK = frozenset(
 @dataclass(frozen=True, slots=True)
 class MountEntry:
     mount_id: int
-    parent_id: int
+    parent_id: int  # of the mount that holds its mount point
     device: str  # its number, such as "0:43"
     path: str
     kind: str
     source: str
-    options: frozenset[str]
+    options: frozenset[str]  # of the file system, not of this mount of it
 
 
 def mounts(process: str = "self") -> Iterator[MountEntry]:
@@ -42,7 +42,7 @@ def topmost_at(path: str, entries: Iterable[MountEntry]) -> MountEntry | None:
 
 
 def parse_mounts(table: bytes) -> Iterator[MountEntry]:
-    for line in filter(None, table.split(b"\n")):  # a name may hold a carriage return
+    for line in filter(None, table.split(b"\n")):  # a name may hold a carriage return, unescaped
         before, _, after = line.partition(b" - ")
         mount_id, parent_id, device, _, path, *_ = before.split(b" ")
         kind, source, options, *_ = after.split(b" ")
@@ -66,7 +66,8 @@ class FileSystem:
 
     @property
     def is_network(self) -> bool:
-        """True for FUSE, whose server can get its files from anywhere."""
+        """Whether other hosts may have mounted it, too. True for FUSE, whose server can get its
+        files from anywhere."""
         return self.kind in _NETWORK or self.kind == "fuse" or self.kind.startswith("fuse.")
 
 

@@ -33,11 +33,12 @@ _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 430, 431, 432
 _SYS_PIDFD_GETFD = 438
 _AT_FDCWD, _AT_EMPTY_PATH, _OPEN_TREE_CLONE_CLOEXEC = -100, 0x1000, 1 | os.O_CLOEXEC
 _AT_RECURSIVE = 0x8000
-_AT_STATX_DONT_SYNC, _STATX_DEVICE_AT = 0x4000, 34
+_AT_STATX_DONT_SYNC, _STATX_DEVICE_AT = 0x4000, 34  # in units of 4 bytes
 _FSOPEN_CLOEXEC, _FSMOUNT_CLOEXEC = 1, 1
 _FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
 _MOVE_MOUNT_FROM_ITSELF, _MOVE_MOUNT_TO_ITSELF, _MOVE_MOUNT_BENEATH = 4, 0x40, 0x200
 MOUNT_READ_ONLY, MOUNT_NOSUID, MOUNT_NODEV, MOUNT_NOEXEC, MOUNT_NOATIME = 1, 2, 4, 8, 0x10
+"""Attributes of a mount (mount_setattr(2))."""
 
 READS_AHEAD_MAX = 256
 """READ requests of the kernel's read-ahead that may wait for the daemon at once. With the kernel's
@@ -121,7 +122,7 @@ def tune(device: str, read_ahead_kib: int = READ_AHEAD_KIB) -> None:
 def device_of(file: int) -> str:
     """The device number of an open file or mount, without a request to a daemon (unlike
     stat(2))."""
-    answer = (ctypes.c_uint32 * 64)()
+    answer = (ctypes.c_uint32 * 64)()  # struct statx has 256 bytes
     flags = _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC
     _checked(_libc.statx(file, b"", flags, 0, ctypes.byref(answer)))
     major, minor = answer[_STATX_DEVICE_AT : _STATX_DEVICE_AT + 2]
@@ -141,6 +142,8 @@ def set_read_ahead(file: int, kib: int) -> None:
         with suppress(OSError):
             Path(f"/sys/class/bdi/{name}/read_ahead_kb").write_text(str(kib), encoding="ascii")
 
+
+# mounting ---------------------------------------------------------------------------------------
 
 _ATTRIBUTE_OF = {
     "ro": MOUNT_READ_ONLY,
@@ -173,6 +176,7 @@ _ADVICE = {
 """What the user can do about errors of opening /dev/fuse and of mounting."""
 
 _HELPER_DEADLINE_S = 30.0
+"""fusermount3 needs milliseconds."""
 
 
 def _open_fuse() -> int:
@@ -329,6 +333,7 @@ def can_mount_beneath() -> bool:
 
 
 def mount_id(file: int) -> int:
+    """The number of an open file's mount in mountinfo."""
     lines = Path(f"/proc/thread-self/fdinfo/{file}").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("mnt_id:"))
 
@@ -374,6 +379,8 @@ def clone_of_process(pid: int) -> int:
         os.close(process)
     raise FileNotFoundError(errno.ENOENT, f"process {pid} has no FUSE connection open")
 
+
+# watches, the page cache, processes --------------------------------------------------------------
 
 _IN_CLOEXEC, _IN_NONBLOCK = 0o2000000, 0o4000
 _SYS_CACHESTAT = 451  # Linux 6.5; the same on every architecture
@@ -430,7 +437,8 @@ def cached_bytes(file: int, start: int, size: int) -> int:
 
 
 def readable_cached_bytes(file: int, start: int, size: int) -> int:
-    """As `cached_bytes`, but only pages whose read has succeeded; takes some 15 us longer."""
+    """As `cached_bytes`, but a page counts only if its read has succeeded. This takes some 15 us
+    longer (mincore(2) of a mapping)."""
     if not size:
         return 0
     writable = mmap.PROT_READ | mmap.PROT_WRITE  # ctypes gives the address of writable ones only
@@ -476,7 +484,7 @@ def may_administrate() -> bool:
 
 
 def die_with_parent(number: int) -> None:
-    """The kernel sends this process the signal `number` when its parent ends."""
+    """The kernel then sends this process the signal `number` when its parent ends."""
     _checked(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0))
 
 

@@ -4,6 +4,7 @@ bytes."""
 from collections.abc import Callable, Sequence
 
 BUFFERS_MAX = 1024
+"""Linux's IOV_MAX."""
 
 
 def byte_views(parts: Sequence["bytes | bytearray | memoryview"]) -> list[memoryview]:

@@ -2,7 +2,8 @@
 
 `dlcmd run` puts `hook/` into the processes of a training command; `join` does its work from inside
 a script. `planner/` turns the hooks' messages into plans for the mounts. `fsspec.py` is the file
-system `diesel://`. Torch is imported only when a name of `_MODULE_OF` is used.
+system `diesel://`. README.md is the page for users. Torch is imported only when a name of
+`_MODULE_OF` is used.
 """
 
 from importlib import import_module
@@ -30,6 +31,7 @@ _MODULE_OF = {
     "Loss": "importance",
     "ManifestFolder": "manifest_folder",
 }
+"""The module of each exported name that needs torch."""
 
 __all__ = ["join", *_MODULE_OF]  # noqa: PLE0604  # all of it is text
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Content = bytes | memoryview
-"""A memoryview if a whole batch is read at once."""
+"""The content of a file. May be a memoryview if a whole batch is read at once."""
 
 
 class ConnectKwargs(TaskKwargs, total=False):
@@ -117,8 +117,9 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         self.transform = transform
         self.target_transform = target_transform
         self.target_loader = target_loader
+        # The ID of the process that called `announce`, and its arguments
         self._order: tuple[int, Indices, Indices] | None = None
-        self._follower = 0  # the process that loads in an announced order; 0: none
+        self._follower = 0  # the ID of the process that loads in an announced order; 0: none
         self._dataset = connect(name, **options)
         try:
             top = os.fsencode(folder.removesuffix("/"))
@@ -141,14 +142,14 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
 
     @property
     def samples(self) -> Sequence[tuple[str, int]]:
-        """Path and target of each sample, made on access."""
+        """The path of each sample in the dataset, and its target, made on access."""
         return LazyRows(len(self), self._rows)
 
     imgs = samples
 
     @property
     def targets(self) -> Sequence[int]:
-        """Indices of `classes`, made on access."""
+        """Each sample's class, as its index in `classes`."""
         return LazyRows(len(self), self._samples.targets)
 
     @property
@@ -178,7 +179,7 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return self._made(at, self._dataset.get(int(self._samples.entries[at])))
 
     def __getitems__(self, indices: list[int]) -> list[tuple[object, object]]:
-        """Raises as `__getitem__`."""
+        """The samples of a batch with their targets, read at once. Raises as `__getitem__`."""
         everything = range(len(self))
         wanted = [everything[index] for index in indices]
         self._about_to_read(wanted)
@@ -186,12 +187,12 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         first = next(read, memoryview(b""))
         views = chain((first,), read) if wanted else iter(())
         contents: Iterator[Content] = views
-        if type(first.obj) is bytes:
+        if type(first.obj) is bytes:  # usual if files are read one by one
             contents = map(whole_object, views)
         targets: Iterable[object] = self._samples.targets(wanted)
         if isinstance(self._samples, ManifestSamples):
             if self._samples.target_entries is not None:
-                contents = iter([*contents])
+                contents = iter([*contents])  # all of them, before the targets' files are read
             targets = self._targets(self._samples, wanted)
         samples = map(self.loader, contents)
         if self.transform is not None:
@@ -201,13 +202,13 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return list(zip(samples, targets, strict=True))
 
     def announce(self, order: Indices, ends: Indices) -> None:
-        """Announce that this process will read these samples in this order. `ends` has the
-        positions at which groups end. Each chunk is then loaded once for its group. An empty order
-        withdraws the announcement."""
+        """Announce that this process will read these samples in this order, in groups that end at
+        the positions `ends`. Each chunk is then loaded once for its group. An empty order withdraws
+        the announcement."""
         self._order = (os.getpid(), order, ends) if len(order) else None
 
     def close(self) -> None:
-        """Reading afterwards raises UsageError."""
+        """Release the dataset. Reading afterwards raises UsageError."""
         self._dataset.close()
 
     def __enter__(self) -> Self:
@@ -265,7 +266,7 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return sample, target
 
     def _about_to_read(self, samples: list[int]) -> None:
-        """Raises NoSuchPath if one of the samples is a dangling link. If the samples begin the
+        """Raise NoSuchPath if one of the samples is a dangling link. If the samples begin the
         announced order, load chunks in that order from now on. A forked worker reads only some of
         an order's samples, so it loads chunks in no order, and drops the order that its parent
         follows."""

@@ -5,7 +5,8 @@ name. A class's samples are sorted by the path of their folder, then by name (as
 stands between `a` and `a/c`). Links are followed inside the dataset; a dangling link is a sample
 that cannot be read.
 
-Paths and targets are made on access, since there may be millions of samples.
+Samples are kept as an array of entry numbers, since there may be millions. Paths and targets are
+made on access.
 """
 
 import operator
@@ -29,7 +30,7 @@ IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tif
 """The extensions that torchvision takes, in upper or lower case."""
 
 _LINKS_MAX = 40  # as in Linux: a path through more links counts as a loop
-_BATCH = 4096
+_BATCH = 4096  # rows made at once
 
 _Row = TypeVar("_Row")
 
@@ -44,6 +45,7 @@ class FolderSamples:
     """The entry of each sample. Samples that are dangling links are `broken`."""
     broken: frozenset[int]
     class_ends: list[int]
+    """The position after each class's last sample."""
     linked: dict[int, str] = field(default_factory=dict)
     """The path of each sample that is reached through a link. Others have their entry's path."""
 
@@ -61,8 +63,10 @@ class ManifestSamples:
     either class."""
 
     classes: list[str]
+    """The different targets, as text."""
     entries: npt.NDArray[np.int32]
     numbers: npt.NDArray[np.int32]
+    """Each sample's target, as an index of `classes`."""
     target_entries: npt.NDArray[np.int32] | None
     """The entry of each of `classes` if the targets are files, otherwise None."""
     broken: frozenset[int] = frozenset()
@@ -77,7 +81,8 @@ class ManifestSamples:
 
 
 class LazyRows(Sequence[_Row]):
-    """`make` returns the rows of a range. The sequence is equal to a list of the same rows."""
+    """A sequence whose rows are made on access; `make` returns those of a range. It is equal to a
+    list of the same rows."""
 
     def __init__(self, count: int, make: Callable[[range], list[_Row]]) -> None:
         self._count = count
@@ -170,6 +175,8 @@ def named_samples(snapshot: Snapshot, folder: bytes, manifest: Manifest) -> Mani
 
 
 class _Walk:
+    """Collects the samples of one class after the other."""
+
     def __init__(
         self,
         snapshot: Snapshot,

@@ -1,5 +1,5 @@
 """The file system `diesel://` for fsspec, through which pandas, pyarrow, zarr and others read
-datasets without a mount.
+datasets without a mount. README.md explains URLs and options.
 
 A path here is a URL without its protocol: `DATASET/path`, or `HOST:PORT/DATASET/path`. The server
 is a part of the path, not only an option, since many callers keep only URLs, and open them with a
@@ -45,14 +45,14 @@ log = logging.getLogger("diesel.fsspec")
 
 BLOCK_BYTES = 256 << 10
 """The bytes that fsspec reads ahead in an open file. Its default of 5 MiB would load and copy a
-second chunk for most reads."""
+second chunk for most reads; and whole chunks stay in the dataset's memory anyway."""
 
 WHOLE_BYTES_MAX = 4 << 20
 """`cat_ranges` reads files up to this size, the default size of a chunk, whole. Such a file is
-mostly one extent, and verifying the extent's checksum needs all of it anyway."""
+mostly one extent, and any read of an extent reads all of it to verify its checksum."""
 
-_LINE_BYTES = 4096
-_BELOW_A_FILE = -2
+_LINE_BYTES = 4096  # read at a time to find the end of a line
+_BELOW_A_FILE = -2  # a result of `_follow`
 _LINKS_MAX = 40  # as in Linux: a path through more links counts as a loop
 _OF_FSSPEC = {
     *("asynchronous", "loop", "batch_size", "use_listings_cache", "listings_expiry_time"),
@@ -63,8 +63,9 @@ _OF_FSSPEC = {
 _OPTIONS = ("repository", "user", "key", "memory_bytes", *sorted(TaskKwargs.__optional_keys__))
 
 _SECRETS = {"key": "DIESEL_KEY", "task_key": "DIESEL_TASK_KEY"}
+"""The secret options, and the environment variable of each."""
 
-_Key = tuple[str, str, str]
+_Key = tuple[str, str, str]  # the options as a token; the server, or ""; the dataset as in the path
 _open: dict[_Key, Dataset] = {}  # of all instances; changed with `_opening` held, or by `close`
 _opening = threading.Lock()
 
@@ -80,13 +81,13 @@ os.register_at_fork(after_in_child=_renew_lock)
 class _Address(NamedTuple):
     server: str  # its URL; "" for the repository of the options
     dataset: str  # NAME or NAME@VERSION; "" for the repository's root
-    path: str
+    path: str  # below the dataset
 
 
 class _Entry(NamedTuple):
     dataset: Dataset
-    view: Snapshot
-    number: int
+    view: Snapshot  # the version in which it was found
+    number: int  # its entry in that version
 
     @property
     def path(self) -> bytes:
@@ -150,6 +151,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
                 )
         return _make, (type(self), options)
 
+    # Paths
+
     @classmethod
     def _strip_protocol(cls, path: object) -> object:
         """The path that a URL names, without outer or repeated slashes."""
@@ -161,8 +164,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return "/".join(filter(None, text.split("/"))) if "//" in text else text.strip("/")
 
     def _address(self, path: str) -> _Address:
-        """Raises UsageError for a server that is malformed or contradicts the options, and
-        FileNotFoundError for a name that no dataset can have."""
+        """Split a path into its parts. Raises UsageError for a server that is malformed or
+        contradicts the options, and FileNotFoundError for a name that no dataset can have."""
         first, _, rest = path.partition("/")
         server = ""
         if ":" in first:
@@ -193,7 +196,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return _Address(server, first, rest)
 
     def _dataset(self, address: _Address) -> Dataset:
-        """Opened if needed. Raises FileNotFoundError, PermissionError, and as `connect`."""
+        """The dataset of an address, opened if needed. Raises FileNotFoundError, PermissionError,
+        and as `connect`."""
         key = (self._token, address.server, address.dataset)
         if (found := _open.get(key)) is not None:
             return found
@@ -212,9 +216,9 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return found
 
     def _find(self, path: str) -> _Entry:
-        """Follows links. If the open version has no such path, tries the current version. Raises
-        FileNotFoundError; NotAFolder (a subclass of it) if the path goes on below a file;
-        IsADirectoryError for a repository's root."""
+        """The entry of a path, with links followed. If the open version has none, tries the current
+        version. Raises FileNotFoundError; NotAFolder (a subclass of it) if the path goes on below a
+        file; IsADirectoryError for a repository's root."""
         address = self._address(path)
         if not address.dataset:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -226,7 +230,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         view = dataset.snapshot
         index = _follow(view, encoded)
         if index < 0:
-            with suppress(FileNotFoundError, UsageError):
+            with suppress(FileNotFoundError, UsageError):  # no such path, or an invalid one
                 dataset.stat(encoded)
             view = dataset.snapshot
             index = _follow(view, encoded)
@@ -237,11 +241,13 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return _Entry(dataset, view, index)
 
     def _find_file(self, path: str) -> _Entry:
-        """As `_find`, but raises IsADirectoryError for a folder."""
+        """The same as `_find`, but raises IsADirectoryError for a folder."""
         entry = self._find(path)
         if entry.view.stat(entry.number).kind != Kind.FILE:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         return entry
+
+    # Metadata
 
     def info(self, path: str, **kwargs: object) -> dict[str, object]:
         """Name, size in bytes, type, mode and mtime (in seconds) of an entry, with links followed.
@@ -278,7 +284,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return [_listed(each, view, i) for each, i in zip(paths, children, strict=True)]
 
     def exists(self, path: str, **kwargs: object) -> bool:
-        """Unlike fsspec's method, raises an error if the answer is not known."""
+        """Whether there is such an entry. Unlike fsspec's method, raises an error if that is not
+        known."""
         try:
             self.info(path)
         except FileNotFoundError:
@@ -286,7 +293,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return True
 
     def isfile(self, path: str) -> bool:
-        """Unlike fsspec's method, raises an error if the answer is not known."""
+        """Whether a path is a file. Unlike fsspec's method, raises an error if that is not
+        known."""
         return self.exists(path) and self.info(path)["type"] == "file"
 
     def du(
@@ -299,7 +307,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
     ) -> int | dict[str, int]:
         """The bytes of all files below a path; with `total=False` a dict of the bytes by path."""
         found = self.find(path, maxdepth=maxdepth, withdirs=withdirs, detail=True)
-        if [*found.values()] == [{}]:
+        if [*found.values()] == [{}]:  # fsspec returns this for a file
             found = {each: self.info(each) for each in found}
         sizes = {each: info["size"] for each, info in found.items()}
         return sum(sizes.values()) if total else sizes
@@ -309,8 +317,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return datetime.fromtimestamp(view.stat(index).mtime_ns / 1e9, UTC)
 
     def ukey(self, path: str) -> str:
-        """A text that changes if the file's content does. It is made from checksums, without
-        reading the content."""
+        """A text that changes if the file's content does. It is made from checksums in the
+        snapshot, without reading the content."""
         _, view, index = self._find(self._text(path))
         status = view.stat(index)
         checksums = [extent.checksum for extent in view.extents(index)]
@@ -331,11 +339,13 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
                 dataset.refresh()
 
     def close(self) -> None:
-        """Release all datasets with these options, even if other threads use them. The next use
-        opens them again."""
+        """Release all datasets that are open with these options, even if other threads use them.
+        The next use opens them again."""
         for key in [key for key in _open if key[0] == self._token]:
             if (dataset := _open.pop(key, None)) is not None:
                 dataset.close()
+
+    # Contents
 
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: object
@@ -361,7 +371,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         paths: list[str] = self.expand_path(path, recursive=recursive)
         if not isinstance(path, list) and paths == [self._strip_protocol(path)] and not recursive:
             return self.cat_file(paths[0], **kwargs)  # type: ignore[arg-type]  # start and end
-        if kwargs:
+        if kwargs:  # `start` or `end`: a part of each file
             found: dict[str, bytes | Exception] = super().cat(
                 path, recursive=recursive, on_error=on_error, **kwargs
             )
@@ -387,7 +397,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         **kwargs: object,
     ) -> list[bytes | Exception]:
         """A part of each of `paths`, in order: from its start to before its end, as in a slice.
-        With `on_error="return"` the exception takes the place of an unreadable part."""
+        With `on_error="return"` the exception takes the place of an unreadable part. (`max_gap` has
+        no effect: the reader itself merges neighbouring ranges.)"""
         firsts = [*starts] if isinstance(starts, Sequence) else [starts] * len(paths)
         stops = [*ends] if isinstance(ends, Sequence) else [ends] * len(paths)
         if not len(firsts) == len(stops) == len(paths):
@@ -448,6 +459,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         text: str = self._strip_protocol(path)  # type: ignore[assignment]  # it is no list
         return text
 
+    # Writing
+
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise OSError(
             errno.EROFS,
@@ -465,7 +478,7 @@ class DieselTlsFileSystem(DieselFileSystem):
 
 
 class DieselFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no types
-    """The file stays at the version in which it was opened."""
+    """An open file. It stays at the version in which it was opened."""
 
     DEFAULT_BLOCK_SIZE = BLOCK_BYTES
 
@@ -481,7 +494,7 @@ class DieselFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no
         return bytes(self._content.read_at(start, end - start))
 
     def readline(self, size: int | None = -1, /) -> bytes:
-        """fsspec's method copies a whole block for each line."""
+        """The next line, up to `size` bytes. fsspec's method copies a whole block for each line."""
         start = self.tell()
         line: bytes = self.readuntil(b"\n", blocks=_LINE_BYTES)
         if size is not None and 0 <= size < len(line):
@@ -499,8 +512,8 @@ def _absent(path: str) -> FileNotFoundError:
 
 
 def _follow(view: Snapshot, path: bytes) -> int:
-    """Follows links as the kernel does. Returns -1 if there is no entry, _BELOW_A_FILE if the path
-    goes on below a file. A link that leads out of the dataset counts as dangling."""
+    """The entry of a path, with links followed as by the kernel; -1 if there is none, _BELOW_A_FILE
+    if the path goes on below a file. A link that leads out of the dataset counts as dangling."""
     index = view.lookup(path)
     if index >= 0 and view.stat(index).kind != Kind.LINK:
         return index
@@ -548,7 +561,8 @@ def _described(path: str, view: Snapshot | None, index: int) -> dict[str, object
 
 
 def _listed(path: str, view: Snapshot, index: int) -> dict[str, object]:
-    """A link to a file is described as that file, any other link as "other"."""
+    """The details of an entry in `ls`. A link to a file is described as that file, any other link
+    as "other"."""
     if view.stat(index).kind != Kind.LINK:
         return _described(path, view, index)
     target = _follow(view, view.path(index))
@@ -568,7 +582,8 @@ def _as_link(info: dict[str, object], view: Snapshot, index: int) -> dict[str, o
 
 
 def _read_many(dataset: Dataset, paths: list[bytes]) -> Iterator[bytes | Exception]:
-    """Chunks are loaded ahead until a file fails; later files are read singly."""
+    """The content of each file, or its error. Chunks are loaded ahead until a file fails; later
+    files are read singly."""
     done = 0
     with suppress(DieselError):
         for view in dataset.read_many(paths):

@@ -4,9 +4,11 @@ Experimental: with half of the samples per epoch, our study found no gain in acc
 random samples (README.md has the figures), so arguments and states may still change.
 
 The sampler implements the I/O-oriented importance sampling of iCache (HPCA 2023, section III-A),
-with the rule of Selective-Backprop (`orders/importance.py`). The mount gets the draw, like any
-other order, and the probability of each sample as its importance, so that it can keep the important
-ones in memory (`--evict importance`).
+with the rule of Selective-Backprop; `orders/importance.py` explains and computes the rule and the
+draw. An epoch's samples are drawn when it begins, from the values that the loop has reported with
+`update` in earlier epochs. The mount gets the draw, like any other order, and the probability of
+each sample as its importance, so that it can keep the important ones in memory (`--evict
+importance`).
 
 **One table for all ranks.** A rank keeps its reports until the next epoch begins; then the ranks
 exchange them (`torch.distributed`), so all ranks draw from the same table. The table does not
@@ -52,18 +54,19 @@ WARM_UP_DEFAULT = 1
 """Epochs of all samples before the first draw, as in the scripts of Selective-Backprop."""
 
 BENEFIT_BATCHES = 20
-"""The batches that are timed with samples outside the mount's memory, and as many with samples in
-it (iCache, section III-D)."""
+"""The batches that are timed with samples outside the mount's memory, and again as many with
+samples in it (iCache, section III-D)."""
 
 _LOCAL_WORLDS = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
-_JOB_NAME_MAX, _BENEFIT_MAX = 64, 1e3
+_JOB_NAME_MAX, _BENEFIT_MAX = 64, 1e3  # the limits of a mount
 
 _PENDING_MAX = 1 << 16
 """This number of reported values is copied from the device at once: each copy waits for it."""
 
 _Batch = TypeVar("_Batch", covariant=True)
 Numbers: TypeAlias = "Tensor | npt.NDArray[np.int64] | Sequence[int]"
+"""Indices of samples in the dataset."""
 
 Losses: TypeAlias = "Tensor | npt.NDArray[np.float32 | np.float64] | Sequence[float]"
 
@@ -76,7 +79,8 @@ _DIFFERENCES = (
 
 
 class Importance(ABC):
-    """Computes from a training step how important each sample of its batch is."""
+    """Computes from a training step how important each sample of its batch is. A subclass needs
+    only `measure`."""
 
     @abstractmethod
     def measure(self, losses: Tensor, outputs: Tensor | None, targets: Tensor | None) -> Tensor:
@@ -125,7 +129,7 @@ class _Table:
         self.agreed_for = -1
         """The epoch that is drawn from `agreed`; -1: none yet."""
         self.nodes = 1
-        """1 if the nodes have different numbers of ranks."""
+        """The number of nodes; 1 if their numbers of ranks differ."""
         self.reported: Values = np.full(samples, np.nan, np.float32)
         self.ignored = 0
         self._importance = importance
@@ -156,7 +160,7 @@ class _Table:
             )
         if self._values and self._values[0].device != values.device:
             self.settle_pending()
-        # A copy, since the loop may change the losses in place.
+        # A copy, since the loop may change the losses in place. (A conversion makes one.)
         is_float = values.dtype == torch.float32
         self._values.append(values.clone() if is_float else values.to(torch.float32))
         self._indices.append(samples)
@@ -172,8 +176,8 @@ class _Table:
         self._indices, self._values, self._pending = [], [], 0
 
     def settle_pending(self) -> None:
-        """Copy the pending values from their device into `reported`. Raises UsageError, after the
-        others are recorded, if some are of samples that do not exist."""
+        """Copy the pending values from their device into `reported`. If some are of samples that do
+        not exist, raises UsageError after the others are recorded."""
         if not self._pending:
             return
         given, values = self._indices, torch.cat(self._values).cpu().numpy()
@@ -186,8 +190,8 @@ class _Table:
         _check_samples("update", indices, len(self.agreed))
 
     def agree(self, epoch: int, world: int, claims: Sequence[int], *, has_ranks: bool) -> None:
-        """Update `agreed` by the reports of all ranks, and clear this rank's. All ranks call it
-        together; without `has_ranks`, only this rank's reports count.
+        """Update `agreed` by the reports of all ranks, and clear this rank's reports. All ranks
+        call it together; without `has_ranks`, only this rank's reports count.
 
         Raises ConflictError on all ranks if their `claims` differ (`_DIFFERENCES`). If this rank
         has reports of samples that do not exist, raises UsageError here, and ConflictError on the
@@ -197,7 +201,7 @@ class _Table:
         try:
             self.settle_pending()
         except UsageError as error:
-            fault = error
+            fault = error  # raised below, after the other ranks have been informed
         indices = np.flatnonzero(~np.isnan(self.reported))
         values, local_worlds = self.reported[indices], [_local_world(world)]
         if has_ranks and world > 1:
@@ -221,6 +225,8 @@ class _Table:
 
 @dataclass(slots=True)
 class _Draw:
+    """The samples that all ranks together read in an epoch, and this rank's changes to its part."""
+
     epoch: int
     probabilities: npt.NDArray[np.float32]
     samples: Indices
@@ -228,13 +234,16 @@ class _Draw:
     """This rank's replaced samples and their substitutes, of the shape (2, k); None: not yet
     decided."""
     timed: Indices | None = None
-    """The samples that this rank reads first, to measure `benefit`; None: not yet decided."""
+    """The samples that are timed for `benefit`, which this rank reads first; None: not yet
+    decided."""
 
 
 @dataclass(slots=True)
 class _Sharing:
+    """The use of one mount by several jobs."""
+
     jobs: int = 0
-    """How many jobs have sent the mount importances; 0: not known."""
+    """The jobs that have sent the mount importances; 0: not known."""
     batch_size: int = 0
     """The batch size of the loader of `enumerate`; 0: not called yet."""
     benefit: float = 1.0
@@ -246,7 +255,7 @@ class _Sharing:
         if timed is None or len(timed) < 2 * BENEFIT_BATCHES * batch_size:
             return
         if count == 2 * BENEFIT_BATCHES:
-            # The first batch waits for the workers' start
+            # The first batch waits for the workers' start.
             without_s = (times[BENEFIT_BATCHES] - times[1]) / (BENEFIT_BATCHES - 1)
             with_s = (times[-1] - times[BENEFIT_BATCHES]) / BENEFIT_BATCHES
             self.benefit = min(max(without_s / max(with_s, 1e-6), 0.0), _BENEFIT_MAX)
@@ -254,7 +263,8 @@ class _Sharing:
 
 class ImportanceSampler(ChunkShuffleSampler):
     """A sampler that draws a share of a dataset's samples for each epoch, the important ones more
-    often. README.md has an example, and explains the use by several ranks, nodes and jobs.
+    often. Experimental. README.md has an example, and explains the use by several ranks, nodes and
+    jobs.
 
     An epoch's samples come in chunk-wise random order, each at most once. `share` is the fraction
     of all samples that an epoch has, `floor` the least probability of a sample (`DrawRule`). The
@@ -298,8 +308,8 @@ class ImportanceSampler(ChunkShuffleSampler):
                 advice="give an instance, such as Loss() or GradientNorm()",
             )
         self._table = _Table(len(self._files), importance)
-        # At most one draw. Copies of this sampler share it: the hook of `dlcmd run` draws with a
-        # copy first
+        # At most one draw. Copies of this sampler share the list, since the hook of `dlcmd run`
+        # draws with a copy before this sampler draws.
         self._draws: list[_Draw] = []
         self._sharing = _Sharing()
 
@@ -310,7 +320,7 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     @property
     def ignored(self) -> int:
-        """How many reports were infinite, NaN or negative."""
+        """The number of reports that were infinite, NaN or negative."""
         return self._table.ignored
 
     @property
@@ -321,7 +331,7 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     @property
     def substituted(self) -> int:
-        """How many samples this rank has replaced in the last drawn epoch."""
+        """The number of samples that this rank has replaced in the last drawn epoch."""
         replaced = self._draws[0].replaced if self._draws else None
         return 0 if replaced is None else replaced.shape[1]
 
@@ -398,6 +408,8 @@ class ImportanceSampler(ChunkShuffleSampler):
             for name, value in state.items()
         }
 
+    # Overrides of `ChunkShuffleSampler`
+
     def _begin(self, iteration: "_Iteration", own: EpochPlace | None) -> tuple[EpochPlace, Indices]:
         last = self._last
         was_trained = last is not None and last.is_over and self._table.has_reports
@@ -430,6 +442,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return np.concatenate([each for each, _ in parts]), np.concatenate([to for _, to in parts])
 
     def _chunk_wise(self, samples: Indices, epoch: int) -> tuple[Indices, Indices]:
+        """These samples in chunk-wise order, and the group of each."""
         files = self._files.files.subset(samples)
         sequence, group = files.shuffled(self.seed, epoch, self.group_size)
         return samples[sequence], group
@@ -453,7 +466,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return samples, ends
 
     def _state(self, place: EpochPlace, received: int = 0) -> dict[str, object]:
-        # Torchdata requests the state with each batch, so the arrays are not copied
+        # Torchdata requests the state with each batch, so the arrays are not copied.
         drawn = [each for each in self._draws if each.epoch == place.epoch]
         replaced, timed = (drawn[0].replaced, drawn[0].timed) if drawn else (None, None)
         return {
@@ -490,9 +503,11 @@ class ImportanceSampler(ChunkShuffleSampler):
             drawn.replaced, drawn.timed = loaded.replaced, loaded.timed
         return place
 
+    # Draws
+
     def _draw(self, epoch: int) -> _Draw:
-        """Made at the first call, after the ranks have agreed on the importance. Raises as
-        `_Table.agree`."""
+        """The draw of an epoch, made at the first call, after the ranks have agreed on the
+        importance. Raises as `_Table.agree`."""
         if self._draws and self._draws[0].epoch == epoch:
             return self._draws[0]
         table, count = self._table, len(self._files)
@@ -516,6 +531,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return drawn
 
     def _claims(self, epoch: int) -> tuple[int, ...]:
+        """The numbers that must be equal on all ranks, one for each of `_DIFFERENCES`."""
         files = self._files
         samples = f"{files} {files.identity} {self._digest}"
         arguments = repr((self.seed, self.group_size, self.drop_last, self.rule, self.warm_up))
@@ -524,8 +540,8 @@ class ImportanceSampler(ChunkShuffleSampler):
     def _substitute(
         self, samples: Indices, ends: Indices, place: EpochPlace
     ) -> tuple[Indices, Indices]:
-        """The substitutes are chosen once, when the epoch begins. Returns the part in chunk-wise
-        order and the ends of its groups."""
+        """Replace samples of this rank's part by their substitutes, which are chosen once,
+        when the epoch begins. Returns the part in chunk-wise order and the ends of its groups."""
         drawn = self._draw(place.epoch)
         if drawn.replaced is None:
             drawn.replaced = np.empty((2, 0), np.int64)
@@ -561,11 +577,11 @@ class ImportanceSampler(ChunkShuffleSampler):
                 missing = samples[~is_cached[samples]][:size]
                 if len(there) == len(missing) == size:
                     drawn.timed = np.concatenate((missing, there))
-        mine = np.isin(drawn.timed, samples)  # perhaps the state of another rank was loaded
+        mine = np.isin(drawn.timed, samples)  # a state of another rank may have been loaded
         return drawn.timed[mine]
 
     def _is_cached(self, *, default: bool) -> npt.NDArray[np.bool_]:
-        """`default` for all if no mount answers."""
+        """Whether each sample is in the mount's memory; `default` for all if no mount answers."""
         is_cached = np.full(len(self._files), default)
 
         def ask(control: Control) -> None:
@@ -598,7 +614,8 @@ class ImportanceSampler(ChunkShuffleSampler):
         self._send(send)
 
     def _send(self, send: Callable[[Control], None]) -> None:
-        """Does nothing without a mount. An error is logged once, and training goes on."""
+        """Connect to the mount of the samples, if they have one, and call `send`. An error is
+        logged once, and training goes on."""
         files, mount = self._files, self._files.mount
         if mount is None:
             return
@@ -657,8 +674,8 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 
 
 def _copied_row(indices: Numbers) -> "Tensor | npt.NDArray[np.int64]":
-    """A copy as one row, on the indices' device: the loop may change its own array in place. Raises
-    UsageError if they are not whole numbers."""
+    """A copy of the indices as one row, on their device: the loop may change its own array in
+    place. Raises UsageError if they are not whole numbers."""
     if isinstance(indices, Tensor):
         row = indices.detach().reshape(-1).clone()
         if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
@@ -707,7 +724,7 @@ def _device_of_ranks() -> str:
 
 
 def _gathered_claims(own: Sequence[int], world: int) -> list[list[int]]:
-    """All ranks call it together."""
+    """The numbers of each rank. All ranks call it together."""
     row = torch.tensor(own, device=_device_of_ranks())
     rows = [torch.zeros_like(row) for _ in range(world)]
     torch.distributed.all_gather(rows, row)
@@ -715,8 +732,8 @@ def _gathered_claims(own: Sequence[int], world: int) -> list[list[int]]:
 
 
 def _check_claims(all_claims: Sequence[Sequence[int]]) -> None:
-    """Raise ConflictError if ranks differ, or if a rank's last number is 0: its reports are
-    invalid."""
+    """Raise ConflictError if ranks differ (`_DIFFERENCES`), or if a rank's last number is 0: its
+    reports are invalid."""
     for rank, claims in enumerate(all_claims):
         for own, first, what in zip(claims, all_claims[0], _DIFFERENCES, strict=False):
             if own != first:
@@ -729,8 +746,8 @@ def _check_claims(all_claims: Sequence[Sequence[int]]) -> None:
 
 
 def _gathered(indices: Indices, values: Values, lengths: Sequence[int]) -> tuple[Indices, Values]:
-    """The reports of all ranks, those of rank 0 first. `lengths` is the number of reports of each.
-    All ranks call it together."""
+    """The reports (indices and values) of all ranks, those of rank 0 first. `lengths` is the number
+    of reports of each. All ranks call it together."""
     device = _device_of_ranks()
     row = torch.zeros((2, max(lengths)), dtype=torch.float64, device=device)
     row[0, : len(indices)] = torch.from_numpy(indices.astype(np.float64))

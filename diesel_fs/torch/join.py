@@ -1,6 +1,5 @@
-"""`join` announces a training script's reads to the mounts, as `dlcmd run` does, from inside the
-script.
-"""
+"""`join`: announces a training script's reads to the mounts, as `dlcmd run` does, from inside the
+script."""
 
 import atexit
 import json
@@ -13,9 +12,10 @@ from .hook.diesel_hook import has_joined, install
 from .hook.diesel_hook.link import HookSettings
 
 AHEAD_MAX = 7
+"""The most epochs that may be announced besides the current one."""
 
 SHUFFLES = ("full", "chunk")
-_END_S = 10.0  # the wait for the planner to end, at exit
+_END_S = 10.0  # the wait for the planner process to end, at exit
 _HOOK_LOADERS = "diesel_fs.torch.hook.diesel_hook.loaders"
 
 
@@ -65,9 +65,10 @@ def join(
 
 
 def received(sampler: object) -> int | None:
-    """The number of a sampler's indices in the batches that a loop has received in this epoch. None
-    if the number is not known, for example if this process has not joined."""
-    for name in ("diesel_hook.loaders", _HOOK_LOADERS):
+    """The number of a sampler's indices in the batches that a loop has received in this epoch; with
+    workers, the sampler has given more. None if the number is not known, for example if this
+    process has not joined."""
+    for name in ("diesel_hook.loaders", _HOOK_LOADERS):  # of `dlcmd run`, and of `join`
         loaders = sys.modules.get(name)
         if loaders is not None:
             position: int | None = loaders.received(sampler)

@@ -8,10 +8,12 @@ An epoch is a chain of **segments**: each is the iterator of a stock `DataLoader
 its own. All segments draw indices from one iterator over the sampler. To change the number of
 workers, the loader lets the old segment draw no more, and starts the next one. The loop gets the
 batches that the old workers have prepared while the new workers prepare the following ones. So no
-batch is lost, repeated or reordered, and the loop does not wait.
+batch is lost, repeated or reordered, and the loop does not wait. Until the old workers end, both
+groups use memory.
 
 DLCache (section III-E) adds and pauses single workers, which would need the inner parts of torch's
-iterator; this module uses only `_get_iterator` and `_reset`. Not safe for concurrent use.
+iterator; this module uses only `_get_iterator` and `_reset`, as torchdata does. Not safe for
+concurrent use.
 """
 
 import inspect
@@ -42,8 +44,8 @@ TUNE_EVERY = 50
 of workers."""
 
 _PAUSE_FACTOR = 10
-"""If the loop's time between a batch and its next request exceeds this many times the median, it is
-taken for a validation or a checkpoint, and left out."""
+"""A time from a batch to the loop's next request that exceeds this many times the median counts as
+a validation or a checkpoint, and is left out."""
 
 _Batch = TypeVar("_Batch", covariant=True)
 
@@ -147,12 +149,19 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class _Progress:
+    """How far the loop is in an epoch. The loader and its current iterator share it."""
+
     received: int = 0
+    """The samples in the batches up to the loop's last one."""
 
 
 class _AutoIterator(Iterator[_Batch]):
-    """The iterator must not refer to its loader, which refers to it if workers persist: the garbage
-    collector may run in a forked worker, would free the circle there, and so end the workers."""
+    """The iterator of an `AutoDataLoader` for one epoch, or, with persistent workers, for all
+    epochs.
+
+    It must not refer to its loader, which refers to it if workers persist: the garbage collector
+    may run in a forked worker, would free the circle there, and so end the workers.
+    """
 
     def __init__(self, loader: AutoDataLoader[_Batch]) -> None:
         self._loader = weakref.ref(loader)
@@ -161,14 +170,14 @@ class _AutoIterator(Iterator[_Batch]):
         self._tune_every = loader._tune_every
         self._setting = _Setting.of(loader)
         self._workers: int = loader.num_workers
-        self._made = 0
+        self._made = 0  # the number of segments
         # Some samplers draw random numbers when an iterator is requested. So this takes the steps
         # of torch's iterator in their order: request an iterator of the sampler, draw the seed of
         # the workers, and with workers request another iterator.
         unused = iter(self._index_sampler)
         generator = loader.generator
         state = torch.get_rng_state() if generator is None else generator.get_state()
-        self._first_generator = torch.Generator()
+        self._first_generator = torch.Generator()  # the first segment draws the same seed
         self._first_generator.set_state(state)
         self._base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
         self._segments: deque[_Segment] = deque()
@@ -214,7 +223,7 @@ class _AutoIterator(Iterator[_Batch]):
 
     def _start(self, sampled: Iterator[object]) -> None:
         self._source = _Source(sampled)
-        self._passed = 0
+        self._passed = 0  # samples of the batches that the loop got, or that failed
         self._window = _Window()
         self.progress = _Progress()
 
@@ -241,14 +250,16 @@ class _AutoIterator(Iterator[_Batch]):
         self._segments.append(self._segment())
 
     def _pass_over(self, segment: "_Segment") -> tuple[int, float]:
-        """The segment's next batch counts as received. Returns its number of samples, and their
-        mean file size."""
+        """Count the segment's next batch as received. Returns its number of samples, and their mean
+        file size."""
         samples, sample_bytes = segment.sizes.popleft() if segment.sizes else (0, 0.0)
         self._passed += samples
         return samples, sample_bytes
 
 
 class _Source:
+    """The iterator over the sampler, from which all segments of an epoch draw."""
+
     def __init__(self, inner: Iterator[object]) -> None:
         self._inner = inner
         self.is_over = False
@@ -265,10 +276,11 @@ class _Source:
 class _Setting:
     dataset: object
     has_batches: bool
+    """Whether the sampler gives batches of indices, instead of single ones."""
     prefetch: int
     always: dict[str, object]
     with_workers: dict[str, object]
-    """Arguments that torch accepts only with workers."""
+    """The arguments that torch accepts only with workers."""
 
     @classmethod
     def of(cls, loader: AutoDataLoader[_Batch]) -> "_Setting":
@@ -289,6 +301,8 @@ class _Setting:
 
 
 class _Segment:
+    """One `DataLoader`'s iterator, with a constant number of workers (see the module)."""
+
     def __init__(
         self, setting: _Setting, workers: int, source: _Source, generator: torch.Generator
     ) -> None:
@@ -305,7 +319,7 @@ class _Segment:
         else:
             options |= {"batch_size": None, "sampler": self._hand_over}
         self._inner: DataLoader[object] = DataLoader(setting.dataset, **options)
-        # Not `iter(...)`: the hook of `dlcmd run` must watch only the `AutoDataLoader`
+        # Not `iter(...)`: the hook of `dlcmd run` must watch only the `AutoDataLoader`.
         self.batches: Iterator[tuple[object, tuple[float, ...]]] = self._inner._get_iterator()
 
     def begin(self, source: _Source) -> None:
@@ -317,12 +331,13 @@ class _Segment:
             self.batches = self._inner._get_iterator()
 
     def close(self) -> None:
-        """Draw no further batches; those that were drawn still come."""
+        """Draw no further batches. Those that were drawn still come."""
         self._hand_over.source = None
 
 
 class _HandOver:
-    """Draws from the source until the segment is closed, and notes the size of each batch."""
+    """The sampler of a segment's `DataLoader`: draws from the source until the segment is closed,
+    and notes the size of each batch."""
 
     def __init__(
         self, source: _Source, sizes: deque[tuple[int, float]], dataset: object, workers: int
@@ -350,7 +365,7 @@ class _HandOver:
 
 class _Window:
     def __init__(self) -> None:
-        self._left_s = 0.0
+        self._left_s = 0.0  # time at which the loop got its last batch
         self._workers = 0
         self._clear()
 
@@ -378,8 +393,8 @@ class _Window:
         self._reports.append(report)
 
     def measured(self, prefetch: int) -> Measured | None:
-        """Returns None if there are too few measurements. `prefetch` is the number of batches that
-        each worker prepares ahead."""
+        """The averages; None if there are too few measurements. `prefetch` is the number of batches
+        that each worker prepares ahead."""
         usual = [each for each in self._reports if not each.is_first]
         if not usual or not self._request_s:
             return None

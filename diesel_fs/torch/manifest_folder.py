@@ -35,7 +35,8 @@ class ManifestFolder(TorchDataset[tuple[object, object]]):  # type: ignore[misc]
         manifest: str = os.fsdecode(MANIFEST_NAME),
         target_loader: Callable[[str], object] | None = None,
     ) -> None:
-        """`manifest` is a path below `root`. Its paths are relative to its own folder.
+        """Read the manifest at the path `manifest` below `root`. Its paths are relative to its own
+        folder.
 
         `loader` is called with a file's path. `target_loader` is called with a target's text, or
         with its path if the targets are files. Without it, a target is its number in `classes`, or,

@@ -1,14 +1,15 @@
-"""`ChunkShuffleSampler`: a chunk-wise random order for a `DataLoader`, divided among ranks.
+"""`ChunkShuffleSampler`: a chunk-wise random order for a `DataLoader`, divided among ranks. Its
+place can be saved and resumed.
 
 The order is that of DIESEL (ICPP 2020), section 4.3 (`orders/shuffle.py`). Unlike with torch's
 `DistributedSampler`, each rank gets a contiguous part (`orders/parts.py`).
 
 A saved state has the dataset's version and the number of samples that each rank has received.
 Workers take batches ahead of the loop, so the sampler cannot count that number. The caller of
-`state_dict` passes it, or the hook of `dlcmd run` and `join` counts it, or torchdata's
-`StatefulDataLoader` keeps the iterator's state (`_Iteration`) for each batch. A state that could
-not be resumed exactly is refused when it is saved, since at the time of loading it is too late. Not
-safe for concurrent use.
+`state_dict` passes it, or the hook of `dlcmd run` and `join` counts it; or torchdata's
+`StatefulDataLoader` keeps the state of the iterator (`_Iteration`) for each batch. A state that
+could not be resumed exactly is refused when it is saved, since at the time of loading it is too
+late. Not safe for concurrent use.
 """
 
 import logging
@@ -32,20 +33,20 @@ from .sources import SampleSource, sample_files
 log = logging.getLogger("diesel.torch")
 
 _STATE_FORMAT = 1
-_BLOCK = 4096
+_BLOCK = 4096  # indices that become Python numbers at a time
 
 
 @dataclass(frozen=True, slots=True)
 class EpochPlace:
     epoch: int
     partitions: tuple[Partition, ...] = ()
-    """How this epoch was divided among other numbers of ranks, if the run has resumed."""
+    """The earlier divisions of this epoch among another number of ranks, if the run has resumed."""
     position: int | None = 0
     """The position in this rank's part of the samples that `partitions` left; None: not known."""
 
 
 class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips torch
-    """Gives this rank's part of each epoch in chunk-wise random order.
+    """A sampler that gives this rank's part of each epoch in chunk-wise random order.
 
     `dataset` is a `DieselDataset`, or a dataset with files on a mount, such as torchvision's
     `ImageFolder`, or a `Subset` or `ConcatDataset` of these. `rank` and `world` are by default
@@ -83,7 +84,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self._digest = self._files.digest
         self._diesel_dataset = dataset if isinstance(dataset, DieselDataset) else None
         self._next: EpochPlace | None = None  # the start of the next iteration; None: the beginning
-        self._last: _Iteration | None = None
+        self._last: _Iteration | None = None  # the iteration that began last in this epoch
         self._has_set_epoch = True  # False after a state was loaded
         self._warned: list[str] = []
 
@@ -118,10 +119,11 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         all ranks.
 
         `received` is the number of samples that the loop has received since its iteration began:
-        batches times the batch size, with a shorter last batch counted as a full one. No number is
-        right with a batch sampler that reorders or skips samples, since the state means the first
-        `received` samples. Raises UsageError if the number is needed and was not passed, or if the
-        iteration has not given that many samples.
+        batches times the batch size, with a shorter last batch counted as a full one. README.md
+        lists the loaders that need not pass it. No number is right with a batch sampler that
+        reorders or skips samples, since the state means the first `received` samples. Raises
+        UsageError if the number is needed and was not passed, or if the iteration has not given
+        that many samples.
         """
         last = self._last if self._next is None else None
         if last is None:
@@ -166,7 +168,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self._next, self._last, self._has_set_epoch = place, None, False
 
     def _load(self, state: Mapping[str, object]) -> EpochPlace:
-        """Takes the seed and group size of a state. Returns its place, with the position in this
+        """Take over a state's seed and group size. Returns its place, with the position in this
         sampler's part."""
         self._check_origin(state)
         numbers = _StateNumbers(state)
@@ -233,6 +235,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         }
 
     def _count(self, epoch: int) -> int:
+        """The number of samples of an epoch, of all ranks together."""
         return len(self._files)
 
     def _shuffled(self, place: EpochPlace) -> tuple[Indices, Indices]:
@@ -247,8 +250,8 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return part_length(left, self.world, drop_last=self.drop_last)
 
     def _begin(self, iteration: "_Iteration", own: EpochPlace | None) -> tuple[EpochPlace, Indices]:
-        """Begin at the place `own` if a state was loaded into the iteration itself. Returns the
-        iteration's place and samples."""
+        """Begin an iteration, at the place `own` if a state was loaded into the iteration itself.
+        Returns its place and its samples."""
         place = own or self._next or EpochPlace(self.epoch)
         if place.position is None:
             raise UsageError(
@@ -268,7 +271,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return place, samples
 
     def _part(self, place: EpochPlace) -> tuple[Indices, Indices]:
-        """The samples from the place on, and the ends of their groups."""
+        """This rank's samples from the place on, and the ends of their groups."""
         sequence, group = self._shuffled(place)
         order = np.arange(len(sequence))
         for partition in place.partitions:
@@ -284,12 +287,12 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
 
 
 class _Iteration(Iterator[int]):
-    """The iteration begins only when its first sample is requested, since torch makes iterators
-    that it does not use."""
+    """One iteration over a sampler. It begins only when its first sample is requested, since torch
+    makes iterators that it does not use."""
 
     def __init__(self, sampler: ChunkShuffleSampler) -> None:
         self._sampler = sampler
-        self._own: EpochPlace | None = None
+        self._own: EpochPlace | None = None  # of a state that was loaded into this iteration
         self._left: Iterator[int] | None = None
         self.start = EpochPlace(0)
         self.samples: Indices = np.empty(0, np.int64)
@@ -303,7 +306,7 @@ class _Iteration(Iterator[int]):
         if self.delivered is not None:
             return self.delivered
         counted = counted_by_hook(self._sampler) if self._is_counted else None
-        # A greater number was counted in another iteration
+        # A greater number was counted in another iteration.
         return None if counted is None or counted > self.given else counted
 
     @property
@@ -357,7 +360,7 @@ def _python_numbers(samples: Indices) -> Iterator[int]:
 
 
 class _StateNumbers:
-    """Raises UsageError for malformed numbers."""
+    """Reads the numbers of a state. Raises UsageError for malformed ones."""
 
     def __init__(self, state: Mapping[str, object]) -> None:
         self._state = state

@@ -24,12 +24,12 @@ _LISTS = ("samples", "imgs", "paths")
 """The attributes in which a dataset may list its files: as paths, or as rows that begin with a
 path."""
 
-_PART = 1 << 16
+_PART = 1 << 16  # paths that are looked up at a time
 
 
 @dataclass(frozen=True, slots=True)
 class SampleSource:
-    """Element i of `files.entries` is the file of sample i."""
+    """The files of a dataset's samples. Element i of `files.entries` is the file of sample i."""
 
     dataset: str
     identity: str
@@ -43,7 +43,7 @@ class SampleSource:
 
     @property
     def digest(self) -> str:
-        """Changes if the selection or order of the samples does."""
+        """A hash that changes if the selection or order of the samples does."""
         return xxh3_64_hexdigest(self.files.entries.astype("<i8").tobytes())
 
     def __str__(self) -> str:
@@ -51,8 +51,9 @@ class SampleSource:
 
 
 def sample_files(dataset: object) -> SampleSource:
-    """Follows links. Raises UsageError if the files are not known, lie on no mount, or lie in
-    several DIESEL datasets or versions; NoSuchPath for a file that the mount does not have."""
+    """Find the file of each sample; links are followed. Raises UsageError if the files are not
+    known, lie on no mount, or lie in several DIESEL datasets or versions; NoSuchPath for a file
+    that the mount does not have."""
     snapshot, entries, mount = _found(dataset)
     entries = np.array(entries, np.int64)
     for at in np.flatnonzero(snapshot.chunk_of(entries) < 0).tolist():
@@ -69,6 +70,7 @@ def sample_files(dataset: object) -> SampleSource:
 
 
 def _found(dataset: object) -> tuple[Snapshot, Indices, str | None]:
+    """The snapshot, the entry of each sample (a file or a link), and the mount point or None."""
     if isinstance(dataset, DieselDataset):
         return dataset.snapshot, dataset.entries(), None
     if isinstance(dataset, Subset):

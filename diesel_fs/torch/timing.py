@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-_MEMORY_EVERY = 25  # batches: a measurement takes about 1 ms
+_MEMORY_EVERY = 25  # batches between two measurements of a worker's memory: each takes about 1 ms
 
-_began_s = 0.0
+_began_s = 0.0  # when this process took the current batch's indices
 
 
 class OnItsWay:
-    """The indices of a batch. Unpickling them in a worker gives the plain indices and records the
-    time (`arrived`)."""
+    """The indices of a batch on their way to a worker. Unpickling them there gives the plain
+    indices and records the time (`arrived`)."""
 
     def __init__(self, indices: object) -> None:
         self._indices = indices
@@ -65,7 +65,7 @@ class TimedCollate:
 
 
 def _own_bytes() -> float:
-    """Memory of this process alone; 0 if it cannot be read."""
+    """The bytes of memory that only this process uses; 0 if they cannot be read."""
     total = 0
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():

@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 HEADROOM = 0.1
-"""Workers must be faster than the loop by this fraction: otherwise the loop waits at each slow
-batch."""
+"""Workers must be faster than the loop by this fraction: with a loader that is just fast enough,
+the loop waits at each slow batch."""
 
 SHRINK_HEADROOM = 0.25
-"""The same for fewer workers than now; larger, so that noise does not change the number."""
+"""The same for fewer workers than now. It is larger, so that noise does not change the number."""
 
 NEARLY = 0.95
-"""The fraction that counts as nearly reaching the highest rate."""
+"""The fraction of the highest rate that counts as nearly reaching it."""
 
 SMOOTHING = 0.5
-"""The newest measurement's share."""
+"""The newest measurement's share; the earlier value has the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,9 @@ class Measured:
     """Averages over some batches; times in seconds."""
 
     workers: int
+    """The number of workers that prepared the batches."""
     fetch_s: float
+    """The time that one worker needs for a batch: reading, decoding, transforming, collating."""
     request_s: float
     """The loop's own time: from a batch to its next request."""
     batch_samples: float
@@ -66,7 +68,7 @@ class FetchModel:
     """Predicts the time to fetch one sample from the number of workers (see the module)."""
 
     _curves: dict[int, dict[int, float]] = field(default_factory=dict)
-    """Seconds by size class (a power of 2), then by number of workers."""
+    """Seconds for one sample, by size class (a power of 2), then by number of workers."""
 
     def learn(self, sample_bytes: float, workers: int, sample_s: float) -> None:
         """Enter a measurement: with `workers` workers, each took `sample_s` for a sample."""
@@ -125,7 +127,7 @@ class WorkerController:
         samples = max(measured.batch_samples, 1.0)
         self.model.learn(measured.sample_bytes, measured.workers, measured.fetch_s / samples)
         current = max(measured.workers, 1)
-        rates: dict[int, float] = {}
+        rates: dict[int, float] = {}  # batches per second, by number of workers
         for workers in range(1, self._most(measured) + 1):
             batch_s = samples * self.model.predict(measured.sample_bytes, workers)
             if batch_s <= 0:
@@ -137,9 +139,9 @@ class WorkerController:
         return self._fastest(measured, rates)
 
     def _fastest(self, measured: Measured, rates: dict[int, float]) -> int:
-        """The smallest number that has nearly the highest of `rates`. Between two measured numbers
-        the model is a straight line, which predicts badly if workers disturb each other: in that
-        case returns the middle of the two, so that it is measured."""
+        """The smallest number of workers that has nearly the highest of `rates`. Between two
+        measured numbers the model is a straight line, which predicts badly if workers disturb each
+        other: in that case returns the middle of the two, so that it is measured."""
         best = max(rates.values())
         found = next(each for each, rate in rates.items() if rate >= NEARLY * best)
         below = self.model.measured_below(measured.sample_bytes, found)

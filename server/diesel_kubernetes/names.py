@@ -12,6 +12,7 @@ POD_NAMESPACE = "csi.storage.k8s.io/pod.namespace"
 POD_INFO = "csi.storage.k8s.io/"
 """Attributes with this prefix come from kubelet (`podInfoOnMount`)."""
 
+# The attributes that a volume may have (`csi/VOLUMES.md`)
 ATTRIBUTES = (
     *"dataset version url user region endpoint follow session memory policy evict seed".split(),
     *"groupSize uid gid umask cacheDir cacheSize cacheLayout orderLogBelow coolDown".split(),

@@ -1,8 +1,8 @@
 """Reports of nodes: which share of each dataset a node holds. Pure.
 
 The plugin of a node writes a report, one ConfigMap in the driver's namespace, and the operator
-reads it. Anybody who may write ConfigMaps in that namespace can forge a report, so a reader checks
-all types and bounds, and takes a report whole or not at all.
+reads it. `csi/VOLUMES.md` defines each figure. Anybody who may write ConfigMaps in that namespace
+can forge a report, so a reader checks all types and bounds, and takes a report whole or not at all.
 """
 
 import json
@@ -54,6 +54,7 @@ class HeldDataset:
     disk: int = 0
     """This part of `share` stays when no pod reads the dataset."""
     is_used: bool = False
+    """Whether pods read the dataset now."""
 
     @property
     def key(self) -> Held:
@@ -78,7 +79,7 @@ class NodeReport:
     time_s: int
     """Seconds since 1970, by the node's clock."""
     is_complete: bool
-    """The node holds no datasets besides these."""
+    """Whether the report names all datasets that the node holds."""
     datasets: tuple[HeldDataset, ...] = ()
 
     def is_fresh(self, now_s: float) -> bool:
@@ -212,5 +213,5 @@ def _parsed(entries: Sequence[object], name: str) -> tuple[HeldDataset, ...]:
 
 
 def _is_whole(value: int, low: int, high: int) -> bool:
-    """Python counts `bool` as an `int`."""
+    """Excludes `bool`, which Python counts as an `int`."""
     return type(value) is int and low <= value <= high

@@ -10,4 +10,7 @@ life of a connection, which calls everything else.
 | `connections` | how bytes become requests, and when a client is refused |
 | `accounts` | how a login is checked, and the requests that change accounts |
 | `requests` | what each request about datasets does, and which role it needs |
+
+`limits.py` has every limit with its reason. Imports go one way: `process` wires all, `connections`
+knows a dispatcher but no request, `requests` and `accounts` know no connection.
 """

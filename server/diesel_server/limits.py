@@ -1,4 +1,4 @@
-"""The limits of one worker process, with their reasons.
+"""The limits of one worker process, with their reasons: connections, requests, bytes, and times.
 
 No class here has a lock: all but `RateLimiter` belong to the event loop.
 """
@@ -52,7 +52,7 @@ GREETING_MAX = 1024
 
 GREETING_PER_NETWORK_MAX = 256
 """Connections of one network before their login: enough for the processes of a node, which start at
-once and log in within milliseconds. If there are more, `greeting` closes a random one, so that a client
+once and log in within milliseconds. Beyond it, a random one of them is closed, so that a client
 that connects all the time does not keep out users with a key."""
 
 REFUSING_S = 2.0
@@ -61,6 +61,7 @@ REFUSING_MAX = 64
 """Beyond this number at once, clients are closed without a sentence."""
 
 FILES_RESERVED = 256
+"""These descriptors are for stores, caches and logs."""
 
 REQUESTS_PER_CONNECTION_MAX = 64
 """With more requests under way, a connection is not read until one has ended."""
@@ -117,7 +118,7 @@ def network_of(address: str) -> str:
 
 
 class Rate(NamedTuple):
-    """Allows `burst` events at once, then one every `each_s` seconds."""
+    """Allows `burst` events at once, and then one every `each_s` seconds."""
 
     burst: int
     each_s: float
@@ -132,7 +133,7 @@ class RateLimiter:
         self._rate = rate
         self._clock = clock
         self._keys_max = keys_max
-        self._free_s: OrderedDict[Hashable, float] = OrderedDict()
+        self._free_s: OrderedDict[Hashable, float] = OrderedDict()  # when the burst is free again
 
     def is_full(self, key: Hashable) -> bool:
         burst_s = self._rate.burst * self._rate.each_s
@@ -222,7 +223,7 @@ class LimitReached(Exception):
 
 
 class ConnectionLimits:
-    """All connections are counted; by network before their login, by user after it."""
+    """Counts all connections, those before their login by network, and those after it by user."""
 
     def __init__(
         self,
@@ -241,7 +242,7 @@ class ConnectionLimits:
 
     @contextmanager
     def connection(self) -> Iterator[None]:
-        """Raises LimitReached."""
+        """Held while a connection lasts. Raises LimitReached."""
         if self.all >= self.most:
             raise LimitReached("connections", f"it has {self.most} connections, which is its limit")
         self.all += 1
@@ -274,7 +275,7 @@ class ConnectionLimits:
 
     @contextmanager
     def user(self, name: str) -> Iterator[None]:
-        """Raises LimitReached."""
+        """Held from a login to the end of the connection. Raises LimitReached."""
         if self._by_user[name] >= self.per_user:
             raise LimitReached("user", f"you have {self.per_user} connections, which is the limit")
         self._by_user[name] += 1

@@ -84,7 +84,7 @@ def options(command: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def _read_file(context: click.Context, _: click.Parameter, value: str | None) -> None:
-    """Raises ConfigError."""
+    """The values in the TOML file become the options' defaults. Raises ConfigError."""
     path = Path(value) if value else CONFIG_FILE
     try:
         with path.open("rb") as file:

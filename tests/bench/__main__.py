@@ -71,7 +71,7 @@ def workbench(options: argparse.Namespace, rounds: int) -> Iterator[Workbench]:
 
 
 def run_all(bench: Workbench, benchmarks: Mapping[str, Benchmark]) -> dict[str, list[Row]]:
-    """A benchmark that fails does not stop the others."""
+    """The rows of each benchmark; one that fails does not stop the others."""
     rows: dict[str, list[Row]] = {}
     end_s = time.monotonic() + DURATION_S_MAX
     for name, run in benchmarks.items():

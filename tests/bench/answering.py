@@ -1,7 +1,7 @@
 """Shared code of the programs that read on a node by orders (`client_process.py`).
 
-Some of the programs run in the peers' environment, so this needs nothing but Python. Each of them
-knows these orders, and more:
+They read orders as lines of JSON, and answer each with a line of JSON. Some of the programs run in
+the peers' environment, so this needs nothing but Python. Each of them knows these orders, and more:
 
     {"do": "steady_batches", "seed": S, "seconds": T, "start_s": B, "size": M}
     {"do": "steady_singles", "seed": S, "seconds": T, "start_s": B}

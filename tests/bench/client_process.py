@@ -35,6 +35,7 @@ class ClientProcess:
         self._process = place.start(*words, log=self._log, stdin=subprocess.PIPE)
 
     def send_order(self, order: Mapping[str, object]) -> None:
+        """Send an order; `answer` waits for its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
@@ -73,6 +74,7 @@ class ClientProcess:
 def answers_of(
     clients: Sequence[ClientProcess], orders: Sequence[Mapping[str, object]]
 ) -> list[dict[str, float]]:
+    """Send each client its order, all at once, and wait for their answers."""
     for client, order in zip(clients, orders, strict=True):
         client.send_order(order)
     return [client.answer() for client in clients]
@@ -81,7 +83,8 @@ def answers_of(
 def rate_together(
     clients: Sequence[ClientProcess], seconds: float, order: Mapping[str, object]
 ) -> dict[str, float]:
-    """Clients may report the files that they `missed`: there must be none."""
+    """The files a second that all clients read together from one moment on. Clients may report the
+    files that they `missed`: there must be none."""
     order = {**order, "seconds": seconds, "start_s": time.monotonic() + HEAD_START_S}
     answers = answers_of(clients, [{**order, "seed": seed} for seed in range(len(clients))])
     assert not any(each.get("missed") for each in answers), "files are missing from a cache"

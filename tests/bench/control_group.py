@@ -31,6 +31,7 @@ class ControlGroup:
         return ["sh", "-c", script, str(self.folder)]
 
     def peak_bytes(self) -> int:
+        """The greatest memory that was charged at any time."""
         return int(self.peak_file.read_text())
 
     def add(self, pid: int) -> None:
@@ -50,7 +51,7 @@ class ControlGroup:
 
 @contextmanager
 def control_group() -> Iterator[ControlGroup | None]:
-    """Yields None if this user cannot make a group."""
+    """A new group, which is removed at the end; None if this user cannot make one."""
     found = next(filter(None, map(_made, _candidates())), None)
     try:
         yield found
@@ -74,6 +75,7 @@ def _candidates() -> Iterator[tuple[Path, str]]:
 
 
 def _made(candidate: tuple[Path, str]) -> ControlGroup | None:
+    """A new group in a folder; None if this user cannot make one there."""
     parent, name = candidate
     folder = parent / f"diesel-bench-{os.getpid()}-{next(_numbers)}"
     try:

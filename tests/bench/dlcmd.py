@@ -40,7 +40,7 @@ def last_line(
     *,
     deadline_s: float = DEADLINE_S,
 ) -> str:
-    """Raises CalledProcessError."""
+    """The last line that a program prints, which is JSON. Raises CalledProcessError."""
     done = subprocess.run(
         command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=deadline_s
     )
@@ -70,7 +70,7 @@ class Dlcmd:
         return [str(PROGRAM), "-q", *arguments]
 
     def seconds(self, *arguments: str) -> float:
-        """Raises CalledProcessError."""
+        """Run a command; the seconds that it took. Raises CalledProcessError."""
         start_s = time.perf_counter()
         self._run(*arguments)
         return time.perf_counter() - start_s

@@ -37,6 +37,7 @@ def system_calls(paths: Sequence[str]) -> int:
 
 
 def pieces(paths: Sequence[str]) -> int:
+    """Large files from begin to end, in pieces of one MiB."""
     total, buffer = 0, bytearray(PIECE_BYTES)
     for path in paths:
         with open(path, "rb", buffering=0) as file:
@@ -55,7 +56,7 @@ LOOPS: dict[str, Callable[[Sequence[str]], int]] = {
 def in_processes(
     loop: Callable[[Sequence[str]], int], paths: Sequence[str], processes: int
 ) -> list[dict[str, float]]:
-    """The processes begin together. Returns their reports."""
+    """Run the loop in processes that begin together; returns their reports."""
     gate, gate_end = os.pipe()
     reports, reports_end = os.pipe()
     for number in range(processes):

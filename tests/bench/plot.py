@@ -35,6 +35,7 @@ class Plot:
 
     @property
     def quantities(self) -> list[str]:
+        """The names of the figures that each side has measured, one for each x value."""
         return [str(place) for place in self.places]
 
 
@@ -48,7 +49,8 @@ class Line:
 
 
 def plot_medians(bench: Workbench, plot: Plot, rounds: Rounds, shown: Mapping[str, str]) -> None:
-    """`shown` has the sides, and their names in the plot."""
+    """Draw the median of each figure, for the measured sides of `shown`, under the names that
+    `shown` gives."""
     lines = []
     for side, name in shown.items():
         measured = [rounds.of(side, quantity) for quantity in plot.quantities]

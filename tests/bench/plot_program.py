@@ -13,6 +13,8 @@ WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 8, 4.5, 110
 
 
 def main(file: str, text: str) -> None:
+    """Draw the plot. Both axes are logarithmic, or with `over_time` both are linear, and the lines
+    have no marks. `differences` may be negative, and have marks."""
     drawn = json.loads(text)
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
     axes = figure.add_subplot()

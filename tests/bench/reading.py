@@ -66,7 +66,7 @@ class Order:
 
 
 def compiled(source: Path, folder: Path, *options: str) -> Path:
-    """Does nothing if the program exists."""
+    """Compile a program of one C file into `folder`, unless it is there already."""
     program = folder / source.stem
     if not program.exists():
         compiler = os.environ.get("CC", "cc")
@@ -92,6 +92,7 @@ def random_order(
 
 
 def whole_order(shape: Shape, root: Path, paths: Iterable[str], file: Path) -> Order:
+    """All files of a shape below `root`, in the order of `paths`; the list is written to `file`."""
     write_list((f"{root}/{path}" for path in paths), file)
     return Order(file, shape.files, shape.bytes, shape.content_sum())
 

@@ -55,7 +55,8 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """None without two figures, or for a division by 0."""
+        """The ratio of our median to the other's; None without two figures, or for a division by
+        0."""
         both = self._both
         return both[0].median / both[1].median if both and all(both[1].values) else None
 
@@ -73,7 +74,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """None without a target or without figures."""
+        """Whether the target is met; None without a target or without figures."""
         both = self._both
         if self.target is None or both is None:
             return None
@@ -85,6 +86,7 @@ class Row:
 
     @property
     def problems(self) -> list[str]:
+        """The sides that could not be measured, with the reasons."""
         sides = [("ours", self.ours), (self.against, self.other)]
         return [
             f"{self.name}: {side}: {measured.reason}"
@@ -112,10 +114,12 @@ class Row:
 
 
 def no_more_than(name: str, unit: str, ours: Measured, limit: float, note: str = "") -> Row:
+    """A row with a fixed upper limit."""
     return Row(name, unit, ours, LIMIT, Samples((limit,)), at_most(1), note)
 
 
 def no_less_than(name: str, unit: str, ours: Measured, limit: float, note: str = "") -> Row:
+    """A row with a fixed lower limit."""
     return Row(name, unit, ours, LIMIT, Samples((limit,)), at_least(1), note)
 
 
@@ -152,6 +156,7 @@ _LEFT = {0, 2, 4}  # columns of words
 
 
 def table(rows: Sequence[Row]) -> str:
+    """The rows as text, with the notes and the failures below."""
     lines = [_HEAD, *map(cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [_line(cells, widths) for cells in lines]
@@ -175,6 +180,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
+    """A row as the words and figures of the table's columns."""
     spread = row.ratio_range
     return (
         row.name,

@@ -25,7 +25,7 @@ def update(page: Path, rows: Sequence[Row], measured: str) -> None:
 
 
 def updated(text: str, rows: Sequence[Row], measured: str) -> str:
-    """Raises ValueError as `update`."""
+    """The text of the page with these rows in its table. Raises ValueError as `update`."""
     before, begin, rest = text.partition(_BEGIN)
     old, end, after = rest.partition(_END)
     if not begin or not end:

@@ -36,7 +36,8 @@ SECONDS = 2.0
 
 
 def connected(place: NodeHost, options: Mapping[str, object]) -> ClientProcess:
-    """The client's first answer comes when the dataset is open."""
+    """Start a process that opens a dataset on a node (`probes/task.py`); its first answer comes
+    when the dataset is open."""
     client = ClientProcess(place, sys.executable, "-m", "tests.bench.probes.task")
     client.send_order(options)
     return client
@@ -50,6 +51,7 @@ class Running:
         self._serial = 0
 
     def start(self, **options: object) -> None:
+        """Start a new task: a master and a client on each node."""
         self.stop()
         self._serial += 1
         self.task.name = f"bench{self._serial}"
@@ -59,7 +61,7 @@ class Running:
         self.task.gathered()
 
     def join(self, ranks: Sequence[int], **options: object) -> list[ClientProcess]:
-        """Starts a master on each of these nodes that has none."""
+        """Start a client of the task on each of these nodes, and a master if the node has none."""
         clients = [connected(self.nodes[rank], {**self.member(rank), **options}) for rank in ranks]
         for client in clients:
             client.answer()
@@ -68,6 +70,7 @@ class Running:
         return clients
 
     def member(self, rank: int) -> dict[str, object]:
+        """The arguments of `connect` for a client on a node."""
         return {
             "dataset": DATASET,
             "task": self.task.name,
@@ -82,6 +85,7 @@ class Running:
         return min(CLIENT_BYTES, int(CLIENT_PART * self.task.stored_bytes))
 
     def stop(self) -> None:
+        """End the task's clients and kill its masters."""
         for client in self.clients:
             client.close()
         self.clients = []
@@ -126,6 +130,7 @@ class Running:
         return str(file if file.exists() else write_list(self.shape.paths(), file))
 
     def put_files(self, paths: Sequence[str]) -> None:
+        """Put each of these files into the store as an object."""
         for path in paths:
             self.task.s3.put(f"files/{path}", (self.source / path).read_bytes())
 
@@ -139,6 +144,7 @@ class Running:
 def running(
     bench: Workbench, wanted: Shape, count: int = NODES, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[Running]:
+    """A dataset of a shape in a store, and nodes on which a task can be started."""
     shape, source = bench.prepared(wanted)
     chunk_bytes = max(chunk_bytes // bench.divisor, CHUNK_BYTES_MIN)
     with (
@@ -176,7 +182,7 @@ def filled_if_installed(stack: ExitStack, task: Running, *, copies: int = 1) -> 
 def reading_together(
     clients: Sequence[ClientProcess], order: Mapping[str, object], seconds: float
 ) -> Side:
-    """Without a client, the side is missing."""
+    """A side with clients that read for some seconds together; without a client, it is missing."""
 
     def run() -> dict[str, float]:
         if not clients:
@@ -187,5 +193,5 @@ def reading_together(
 
 
 def seconds_of(bench: Workbench) -> float:
-    """Shorter if the bench is only tried."""
+    """The time for which clients read for a sample: shorter if the bench is only tried."""
     return max(SECONDS / bench.divisor, 0.2)

@@ -55,7 +55,7 @@ class Rounds:
     missing: Mapping[str, NotMeasured]
 
     def of(self, side: str, quantity: str) -> Measured:
-        """All sides have equally many samples."""
+        """The samples of a figure of one side; all sides have equally many."""
         if side in self.missing:
             return self.missing[side]
         return Samples(tuple(run[quantity] for run in self.runs[side]))
@@ -86,9 +86,10 @@ def alternate(rounds: int, sides: Mapping[str, Side]) -> Rounds:
 
 
 def repeat(rounds: int, ours: Side) -> Rounds:
+    """Run our side alone, for figures that have fixed limits."""
     return alternate(rounds, {OURS: ours})
 
 
 def progress(text: str) -> None:
-    """Stdout has only the table."""
+    """Print a line of progress to stderr; stdout has only the table."""
     print(f"  {text}", file=sys.stderr, flush=True)

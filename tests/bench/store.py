@@ -101,6 +101,7 @@ def slow_store(
     delay_s: float = STORE_S,
     bytes_per_s: float = STORE_BYTES_PER_S,
 ) -> Iterator[SlowStore]:
+    """Put the files below `source` as a dataset with these options, and serve it."""
     served = folder / "store"
     served.mkdir()
     with (

@@ -33,7 +33,7 @@ class Tree:
     mount: Mount | None = None
 
     def requests(self) -> int:
-        """0 for a peer."""
+        """Requests until now (`Counts.requests`); 0 for a peer."""
         return 0 if self.mount is None else self.mount.counts().requests
 
     def reads(self) -> int:
@@ -71,7 +71,7 @@ class Stored:
         return self.source if side == EXT4 else self.mountpoint
 
     def orders(self, side: str, count: int) -> list[Order]:
-        """The seeds begin with 0. The lists are written before the side is mounted."""
+        """Random orders of a side's files by the seeds from 0 on, written before it is mounted."""
         root = self.root(side)
         for seed in range(count):
             if (root, seed) not in self._orders:
@@ -92,7 +92,7 @@ class Stored:
     def mounted(
         self, side: str, *options: str, group: ControlGroup | None = None
     ) -> Iterator[Tree]:
-        """`options` are of a mount of ours."""
+        """A side's files, from a fresh mount; `options` are of a mount of ours."""
         root = self.root(side)
         if side == OURS:
             with self.dlcmd.mounted(self.shape.name, root, *options, group=group) as mount:
@@ -131,5 +131,6 @@ class Stored:
 
 @contextmanager
 def stored(bench: Workbench, shape: Shape, *options: str) -> Iterator[Stored]:
+    """The files of a shape, put with these options of `dlcmd put`."""
     with bench.scratch() as folder, ExitStack() as stack:
         yield Stored(bench, shape, folder, stack, *options)

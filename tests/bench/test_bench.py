@@ -52,6 +52,7 @@ EMPTY = Shape("empty", 6, 2, 0)
 
 
 def counting(*values: float) -> Callable[[], dict[str, float]]:
+    """A side that measures these values, one after the other."""
     left = iter(values)
     return lambda: {"files/s": next(left)}
 
@@ -211,7 +212,7 @@ def test_the_kernel_shows_the_files_of_an_image(tmp_path: Path, name: str) -> No
 
 
 class JsonRow(TypedDict):
-    """The members of a row in the output of `--json` that the tests read."""
+    """A row as `--json` writes it; of its members those that are looked at here."""
 
     name: str
     unit: str

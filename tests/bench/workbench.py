@@ -52,11 +52,13 @@ class Workbench:
         return make(shape, self._inputs)
 
     def prepared(self, wanted: Shape) -> tuple[Shape, Path]:
+        """The shape to measure, and the folder with its files."""
         shape = self.shape(wanted)
         return shape, self.input(shape)
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
+        """An empty folder on the bench's disk, removed at the end."""
         folder = Path(tempfile.mkdtemp(dir=self._work))
         try:
             yield folder
@@ -96,14 +98,15 @@ class Workbench:
 
     @cached_property
     def session_options(self) -> tuple[str, str]:
-        """Raises SessionMissing if this version has no such session."""
+        """The options of a mount of `session`. Raises SessionMissing if this version has no such
+        session."""
         if f"|{self.session}" not in help_of_mounting():
             raise SessionMissing(f"this version has no session {self.session}")
         return "--session", self.session
 
     @property
     def n1m(self) -> Dlcmd:
-        """N1M is put once per run."""
+        """A repository that holds N1M, put once per run."""
         return self._n1m[0]
 
     @property

@@ -52,6 +52,7 @@ from tests.rows import each_row
 from ..datasets import dataset_state, file_contents, forget_private_copies, stored_bytes
 from ..trees import facts, write
 from .folder_puts import put_folder
+from .test_interleavings import fold_in
 from .test_losses import forged
 from .test_tallies import DAMAGES
 
@@ -1178,3 +1179,28 @@ def test_E13_the_same_changes_without_damage_make_a_delta(repository: LocalRepos
     put(repository, {}, [b"nothing"])
     version = put(repository, FILES)
     assert len(chain_of(repository, version)) == 2
+
+
+def test_a_private_copy_of_a_version_that_was_lost_is_no_base(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    """An older database is put back. It lacks a commit that a reader has seen; that chunk is
+    committed again later."""
+    three_links(repository)
+    database = repository.url.path / "meta.sqlite"
+    repository.close()
+    shutil.copy(database, tmp_path / "backup")
+    with LocalRepository.open(repository.url) as before:
+        committed(before)
+        lost = before.meta.head("ds").newest
+        assert before.view("ds").lookup(b"committed") > 0
+    shutil.copy(tmp_path / "backup", database)
+    with LocalRepository.open(repository.url) as after:
+        put(after, {b"other": b"5"})
+        fold_in(after, lost)
+        version = put(after, {b"last": b"6"})
+        assert file_contents(after.view("ds"), after)[b"committed"] == b"4"
+        assert file_paths(from_store(after, version)) == {
+            *(*EXPECTED, b"committed", b"other", b"last")
+        }
+        assert after.verify("ds").problems == []

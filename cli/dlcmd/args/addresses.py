@@ -23,7 +23,7 @@ from .options import ALL_VERSIONS, check_dataset_argument, dataset, global_flags
 
 MEMORY_BYTES = 256 << 20  # for the chunks of an `entry_reader`
 
-_STALENESS_NOTED = f"{__name__}.staleness_noted"
+_STALENESS_NOTED = f"{__name__}.staleness_noted"  # in click's `meta`
 
 
 @dataclass(frozen=True, slots=True)

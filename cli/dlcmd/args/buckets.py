@@ -33,7 +33,7 @@ from diesel_fs.storage.objects.retry import LongPauses, RetryClock, RetryLoop, R
 from diesel_fs.urls import RepositoryUrl, parse_url
 
 _POLICY = RetryPolicy()
-_AHEAD = 8
+_AHEAD = 8  # pieces of an archive that are fetched ahead of its reader
 _WILDCARD = re.compile(r"[*?[]")
 
 
@@ -55,7 +55,7 @@ class CloudBucket:
     """The objects below a URL's prefix, or the single object that has the prefix as its key."""
 
     def __init__(self, url: RepositoryUrl) -> None:
-        """Raises ConfigError."""
+        """Sends no request yet. Raises ConfigError."""
         self._url = url
         self._requests = _requests_to(source_location(url))
         self._prefix = f"{url.prefix}/" if url.prefix else ""
@@ -79,7 +79,7 @@ class CloudBucket:
         if (single := self.single_object) is not None:
             yield BucketObject(b"", single.bytes, single.modified_ns, single.etag or "")
             return
-        # The store itself reports a missing bucket
+        # Without a prefix, an empty bucket is no error; the store itself reports a missing one
         has_objects = not self._prefix
         for found in self._list():
             has_objects = True
@@ -165,7 +165,7 @@ class _PathRequests(CloudRequests):
 
     def pages(self, folder: str, after: str) -> Iterator[list[CloudObject]]:
         """An empty object gets its slash back if the next object is below it, since consoles mark
-        folders so."""
+        folders so. (With no object below, it looks like an empty file.)"""
         last: CloudObject | None = None
         for page in super().pages(folder.rstrip("/"), after):
             shown: list[CloudObject] = []

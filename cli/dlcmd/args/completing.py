@@ -109,6 +109,7 @@ def _addresses(
     flags = context.find_object(Flags)
     if flags is None or incomplete[:1] in ("/", ".", "~"):
         return
+    # These take longer to import than a verb to complete
     from diesel_fs.format.entries import Kind  # noqa: PLC0415
     from diesel_fs.remote.open import open_configured  # noqa: PLC0415
     from diesel_fs.storage.objects.cloud.direct import open_buckets_directly  # noqa: PLC0415
@@ -150,7 +151,7 @@ def _entries(
         yield CompletionItem(f"{top}{common.decode('utf-8', 'ignore')}", "part")
         return
     for i, each in fitting.items():
-        with suppress(UnicodeDecodeError):
+        with suppress(UnicodeDecodeError):  # a shell could not write it
             is_folder = view.stat(i).kind == folder_kind
             word = f"{top}{each.decode()}"
             yield CompletionItem(f"{word}/", "part") if is_folder else CompletionItem(word)

@@ -1,7 +1,7 @@
 """Options that set the fields of a request: a dataclass of the library, or of a verb.
 
 `options_of` gives a command an option for each named field. The command gets the values in one
-dict, from which `made` makes the request.
+dict, from which `made` makes the request. So a new option is a field and a line in the verb.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +37,8 @@ class FieldOption:
 def options_of(
     request: type[object], into: str, **options: FieldOption
 ) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
-    """Adds the options in this order. Several decorators may fill the dict `into`."""
+    """Adds an option for each named field of the dataclass `request`, in this order. A bool becomes
+    a flag. The command gets the values in the dict `into`, which several decorators may fill."""
     defaults = {each.name: each.default for each in fields(request)}  # type: ignore[arg-type]  # a dataclass
 
     def decorate(command: Callable[_P, None]) -> Callable[_P, None]:
@@ -58,7 +59,7 @@ def options_of(
                 option, *names, type=each.type, metavar=each.metavar, help=each.help,
                 is_flag=is_flag, multiple=each.multiple, required=each.required,
             )  # fmt: skip
-            if is_flag or each.shows_default:
+            if is_flag or each.shows_default:  # to click, a default of None is one, too
                 described = partial(described, default=default, show_default=each.shows_default)
             with_options = described()(with_options)
         return with_options

@@ -102,6 +102,8 @@ usage."""
 
 
 class _AbsolutePath(click.Path):
+    """Makes a path absolute, for a program that runs in another folder."""
+
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None,
         ctx: click.Context | None,
@@ -152,7 +154,7 @@ def global_options(command: _Command) -> _Command:
 
 
 def verb(name: str) -> Callable[[Callable[_P, None]], click.Command]:
-    """Makes a function a verb with the global options; its docstring is the verb's help."""
+    """Makes a function a verb with the global options. Its docstring is the verb's help."""
 
     def decorate(function: Callable[_P, None]) -> click.Command:
         return global_options(click.command(name, context_settings=HELP_NAMES)(function))
@@ -174,7 +176,7 @@ def time(text: str) -> float:
         if ago is not None:
             then = now - timedelta(**{_AGO_UNITS[ago[2]]: int(ago[1])})
         else:
-            then = datetime.fromisoformat(text).astimezone()
+            then = datetime.fromisoformat(text).astimezone()  # without a zone it is local
         seconds = then.timestamp()
     except (ValueError, OverflowError, OSError):
         raise UsageError(
@@ -205,7 +207,7 @@ def duration(text: str) -> int:
 
 
 ALL_VERSIONS = -1
-"""`DATASET@` means all kept versions."""
+"""The version in an address `DATASET@`, which means all kept versions."""
 
 
 def check_dataset_argument(text: str) -> str:

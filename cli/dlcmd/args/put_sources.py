@@ -138,7 +138,7 @@ def _opened_file(name: str) -> Iterator[BinaryIO]:
     try:
         yield file
     finally:
-        with suppress(OSError):
+        with suppress(OSError):  # closing a file that was only read loses nothing
             file.close()
 
 
@@ -149,7 +149,7 @@ def _read_paths(files_from: str, nul: bool) -> list[bytes]:
     paths: dict[bytes, None] = {}
     for line in filter(None, lines):
         path = line if line.startswith(b"/") else line.rstrip(b"/")
-        while path.startswith(b"./"):
+        while path.startswith(b"./"):  # as `find .` writes them
             path = path[2:]
         paths[b"" if path == b"." else check_path(path)] = None
     return list(paths)

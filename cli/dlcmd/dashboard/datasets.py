@@ -24,7 +24,8 @@ from .watched import Described, Watched
 
 LIST_EVERY_S = 30.0
 _CPU_SHARE, _WALL_SHARE = 0.01, 0.1
-"""Listings take at most this part of a processor, and of the time."""
+"""Listings take at most this part of a processor, and of the time: slow ones are repeated less
+often than every `LIST_EVERY_S`."""
 
 DETAILS_EVERY_S = 2.0
 DETAILS_S = 0.2
@@ -58,7 +59,7 @@ class WatchedDatasets(Watched):
         self._details: dict[UUID, _Details] = {}
         self._pending: list[DatasetInfo] = []
         self._list_s = 0.0  # monotonic
-        self.change = 0
+        self.change = 0  # grows when a dataset or its details change
         super().__init__("datasets", History(()))
 
     def refresh(self) -> None:
@@ -133,7 +134,7 @@ def _details(repository: Repository, info: DatasetInfo) -> _Details:
 
 
 def _row(info: DatasetInfo, details: _Details | None) -> Described:
-    head = info.head
+    head = info.head  # None if the metadata store does not know the dataset
     return {
         "name": info.name,
         "created": info.created_ns // 1_000_000_000,

@@ -63,13 +63,15 @@ class MountPlace(NamedTuple):
 
 
 class OwnMounts:
-    """This user's mounts; for root, those of all users. Not safe for concurrent use."""
+    """This user's mounts; for root, those of all users. A mount at several paths gets the first.
+    Not safe for concurrent use."""
 
     def __init__(self) -> None:
         self._table = b""
         self._found: dict[MountPlace, DatasetMount] = {}
 
     def find(self) -> dict[MountPlace, DatasetMount]:
+        """Costs little if nothing was mounted or unmounted since the last call."""
         table = Path("/proc/self/mountinfo").read_bytes()
         if table != self._table:
             user = os.geteuid()
@@ -91,7 +93,7 @@ class WatchedMount(Watched):
         self._own_pid = own_pid
         self._samples: MountSamples | None = None
         self._newest: Stats | None = None
-        self._marked: Stats | None = None
+        self._marked: Stats | None = None  # the sample at the last `point`
         self._figures: Described = {}
         self.gone_s: float | None = None  # monotonic
         super().__init__(source_id, History(COLUMNS))
@@ -111,7 +113,7 @@ class WatchedMount(Watched):
                 return  # statistics in a file may be a second old
             if self._newest is not None:
                 self._figures = interval(self._newest, sample, own_pid=self._own_pid)
-            self._newest = sample  # `interval` refuses a malformed sample
+            self._newest = sample  # only now: `interval` refuses a malformed sample
 
     def _take(self) -> Stats:
         if self._samples is None:

@@ -58,7 +58,7 @@ class WatchedServer(Watched):
         self._place, self._path = place, path
         self._before: tuple[float, Metrics] | None = None
         self._newest: tuple[float, Metrics] | None = None
-        self._marked: tuple[float, Metrics] | None = None
+        self._marked: tuple[float, Metrics] | None = None  # the sample at the last `point`
         super().__init__(source_id, History(COLUMNS))
 
     def refresh(self) -> None:
@@ -142,7 +142,8 @@ def total(values: Metrics, name: str) -> float:
 def _rates(
     before: tuple[float, Metrics] | None, after: tuple[float, Metrics] | None
 ) -> dict[str, float]:
-    """After a restart of the server, a rate is 0 instead of negative."""
+    """Returns figures per second, or {} without two samples. After a restart of the server, a rate
+    is 0 instead of negative."""
     if before is None or after is None or after[0] <= before[0]:
         return {}
     passed_s = after[0] - before[0]

@@ -73,7 +73,7 @@ def _page_files() -> Mapping[str, HttpAnswer]:
 
 
 def _number(text: str) -> float | None:
-    """Returns None also for a negative or infinite number."""
+    """Returns None for a negative or infinite number, too."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,8 @@
-"""A mount, server or repository that the dashboard watches, with a thread of its own."""
+"""A mount, server or repository that the dashboard watches, with a thread of its own.
+
+`watcher.py` calls `refresh_soon` of each at every tick, and waits at most `ANSWERS_S` for
+`is_done`. Without an answer by then, the page shows the last figures and their age.
+"""
 
 import logging
 import threading
@@ -36,7 +40,7 @@ class Watched(ABC):
         self._requested_s = 0.0
         self._wanted = threading.Event()
         self._is_ended = False
-        # A hanging system call must not keep the program from ending
+        # A daemon thread, so that a hanging system call does not keep the program from ending
         self._thread = threading.Thread(target=self._run, name=f"watched {source_id}", daemon=True)
         self._thread.start()
 
@@ -94,7 +98,7 @@ class Watched(ABC):
                 problem = error.message
             except OSError as error:
                 problem = error.strerror or type(error).__name__
-            except Exception as error:
+            except Exception as error:  # the dashboard goes on with the others
                 log.exception("a bug in refreshing %s", self.id)
                 problem = f"unexpected {type(error).__name__}"
             else:

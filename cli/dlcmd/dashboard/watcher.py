@@ -53,16 +53,18 @@ class Watcher:
         self._change = threading.Condition()
         self._tick = 0
         self._state = b"{}"
-        self._looked_s = -WATCHED_FOR_S
+        self._looked_s = -WATCHED_FOR_S  # of a page
         self._datasets_s = 0.0
         self._point_s = 0.0
         self._is_ended = False
+
+    # For the pages
 
     def state(self, after: int, wait_s: float) -> bytes:
         """Waits at most `wait_s` until the state's `tick` exceeds `after`."""
         with self._change:
             if time.monotonic() > self._looked_s + WATCHED_FOR_S:
-                after = self._tick
+                after = self._tick  # the state may be old
             self._looked_s = time.monotonic()
             self._change.notify_all()
             self._change.wait_for(lambda: self._tick > after, wait_s)
@@ -81,12 +83,14 @@ class Watcher:
             found = known.get(source_id)
             return None if found is None else json.dumps(found.since(since_s)).encode()
 
+    # The ticks
+
     def run(self) -> None:
         while not self._is_ended:
             began_s = time.monotonic()
             try:
                 self._do_tick()
-            except Exception:
+            except Exception:  # the page shows that figures get old
                 log.exception("a bug in watching")
             self._sleep(began_s)
 

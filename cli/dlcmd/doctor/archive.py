@@ -159,7 +159,7 @@ def _settings(settings: Settings | None) -> dict[str, object]:
 
 
 def _cgroup_lines() -> Iterator[str]:
-    """Limits of the groups above hold, too."""
+    """Limits of the groups above hold for this process, too."""
     listed = _file_text(Path("/proc/self/cgroup"))
     yield from listed.splitlines()
     for line in listed.splitlines():

@@ -1,4 +1,4 @@
-"""Makes the archive of `dlcmd doctor --bundle`."""
+"""Each query is a child process."""
 
 import os
 import stat
@@ -35,8 +35,9 @@ class Bundle:
     dry_run: bool
 
     def check(self) -> None:
-        """Raises UsageError for another ending or a log that is no file, ConflictError if the file
-        exists, NotFoundError for an unreadable log."""
+        """Checks the options before anything is examined. Raises UsageError for another ending or a
+        log that is no file, ConflictError if the file exists, NotFoundError for an unreadable
+        log."""
         if not self.file.name.endswith(ENDINGS):
             raise UsageError(f"{self.file} does not end in .tar.gz", advice="name it help.tar.gz")
         if os.path.lexists(self.file):
@@ -55,10 +56,10 @@ class Bundle:
         """Writes the archive if the user confirms it or has given `yes`. Raises DieselError."""
         try:
             settings = global_flags().settings()
-        except DieselError:
+        except DieselError:  # the findings say why
             settings = None
         mounts: list[MountFacts] = []
-        # An archive without mounts is better than none
+        # Without /proc, or a process to start, an archive without mounts is better than none
         with suppress(OSError, RuntimeError), ThreadPoolExecutor(MOUNTS_AT_ONCE) as threads:
             mounts += threads.map(mount_facts, all_mounts())
         redactor = Redactor(known_secrets(settings))
@@ -77,7 +78,7 @@ class Bundle:
                 handle.write(content)
         except OSError as error:
             raise write_error(self.file, error) from error
-        if self.yes:  # a reader of the list may end early, and this program with it
+        if self.yes:  # after writing: a reader of the list may end early, and this program with it
             _print_list(files)
         size = bytes_text(len(content))
         print_line(f"wrote {self.file} ({size}); look into it before you send it")

@@ -61,6 +61,9 @@ if TYPE_CHECKING:  # to import it takes 0.2 s, and most repositories need no Red
 _IN_A_CONTAINER = "start a container with --device /dev/fuse --cap-add SYS_ADMIN"
 
 
+# This machine
+
+
 @dataclass(frozen=True, slots=True)
 class FuseFacts:
     device_errno: str = ""
@@ -235,6 +238,9 @@ def old_copies_finding(facts: OldCopies) -> Finding | None:
     return Finding("cache.old", "warning", found, cure, figures)
 
 
+# The repository
+
+
 def clock_finding(ahead_s: float, whose: str, error_s: float = 0.0) -> Finding:
     """This host's clock is `ahead_s` seconds ahead of the clock of `whose` (negative: behind),
     measured with an error of at most `error_s`."""
@@ -291,6 +297,9 @@ def redis_finding(facts: "ServerFacts", where: str) -> Finding:
         cure = "`redis-cli CONFIG SET appendonly yes`, and `appendonly yes` in redis.conf"
         return Finding("metadata", "warning", found, cure, figures)
     return Finding("metadata", "ok", text, figures=figures)
+
+
+# Mounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +378,7 @@ def behind_finding(facts: MountFacts, current: CurrentVersion | None) -> Finding
         found = f"{facts.path}: {name!r} is another dataset in the repository now"
         return Finding("mount.stale", "warning", found, again)
     if current.version > version and "follow" not in stats:
-        behind_s = (current.version - version) / 1e6
+        behind_s = (current.version - version) / 1e6  # versions are microseconds
         found = (
             f"{facts.path} shows version {version}, and {current.version} is current, which is"
             f" {behind_s:,.0f} s newer"
@@ -393,6 +402,9 @@ def _text(values: Mapping[str, object], name: str) -> str:
 def _number(values: Mapping[str, object], name: str) -> int:
     found = values.get(name)
     return int(found) if isinstance(found, int | float) else 0
+
+
+# Folders that the user names
 
 
 @dataclass(frozen=True, slots=True)

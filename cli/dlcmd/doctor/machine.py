@@ -37,7 +37,7 @@ from .findings import Finding
 from .probes import Emit, Probe
 
 COPIES = ("snapshots", "images")
-"""A name ends with the ID of the boot in which the copy was made."""
+"""A copy's name ends with the ID of the boot in which it was made."""
 
 
 def fuse_facts() -> FuseFacts:
@@ -52,7 +52,7 @@ def fuse_facts() -> FuseFacts:
         NativeSession.check_usable()
     except SessionUnsupported as reason:
         native = str(reason)
-    except OSError as error:
+    except OSError as error:  # no /proc
         native = f"{error.filename}: {error.strerror}"
     helper = shutil.which("fusermount3") or ""
     may_administrate = True
@@ -125,7 +125,7 @@ def folder_facts(what: str, use: str, path: Path, *, is_private: bool) -> Folder
     except OSError as error:
         return FolderFacts(what, use, str(path), exists, write_error=error.strerror or str(error))
     kind = ""
-    with suppress(OSError):
+    with suppress(OSError):  # no /proc
         kind = file_system_of(place).kind
     return FolderFacts(
         what,

@@ -47,10 +47,10 @@ from .probes import Emit, Probe
 from .trial import MOUNTPOINT
 
 ANSWER_S = 4.0
-"""A child process takes a second or two to start on busy processors."""
+"""The child process that queries a mount takes a second or two to start on busy processors."""
 
 MOUNTS_MAX = 64
-"""Each takes a child process."""
+"""Each mount takes a child process."""
 
 _CURE_OF_MOUNT = "`dlcmd umount --force DIR` ends a mount that hangs"
 
@@ -69,7 +69,7 @@ def mount_facts(found: DatasetMount) -> MountFacts:
         return MountFacts(found.path, found.source, "hung")
     except PermissionDenied:
         return MountFacts(found.path, found.source, "closed")
-    except DieselError:
+    except DieselError:  # it has just ended, or is about to
         return MountFacts(found.path, found.source, "alive")
     return MountFacts(found.path, found.source, "alive", figures)
 
@@ -155,8 +155,12 @@ def _cached(path: Path) -> list[CachedUse]:
     return []
 
 
+# A mount that is tried
+
+
 class Trial:
-    """The end of the `with` block removes the mount and the folder."""
+    """`trial.py` mounts in a temporary folder. The end of the `with` block removes the mount and
+    the folder."""
 
     def __init__(self) -> None:
         self._folder = Path(os.path.realpath(tempfile.mkdtemp(prefix="diesel-doctor-")))

@@ -18,7 +18,8 @@ from .findings import Finding, State
 Emit = Callable[[Finding], None]
 
 LIMIT_S = 12.0
-"""An object store may need some seconds for its first answers."""
+"""An object store may need some seconds for its first answers; nobody waits for a doctor for a
+minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Probe:
 
     check: str
     what: str
+    """The name in messages, such as `the store at s3://...`."""
     work: Callable[[Emit], None]
     late_cure: str
     limit_s: float = LIMIT_S
@@ -45,7 +47,7 @@ class Probe:
 
 
 def run_probes(probes: Sequence[Probe]) -> list[Finding]:
-    """Warnings that the library logs meanwhile are findings, too."""
+    """Each warning that the library logs meanwhile is a finding, too."""
     found: list[list[Finding]] = [[] for _ in probes]
     threads = [
         threading.Thread(target=_run, args=(probe, each.append), daemon=True)
@@ -56,7 +58,7 @@ def run_probes(probes: Sequence[Probe]) -> list[Finding]:
         for probe, thread, each in zip(probes, threads, found, strict=True):
             try:
                 thread.start()
-            except (RuntimeError, MemoryError):
+            except (RuntimeError, MemoryError):  # this user's processes, or memory, are at a limit
                 each.append(_not_started(probe))
         for probe, thread in zip(probes, threads, strict=True):
             if thread.ident is not None:

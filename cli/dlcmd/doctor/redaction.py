@@ -48,6 +48,7 @@ class Redactor:
         self._known = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
     def text(self, text: str) -> str:
+        """Hides known secrets, the passwords in URLs, and texts that look like secrets."""
         if self._known is not None:
             text = self._known.sub(HIDDEN, text)
         text = shown_url(text)
@@ -84,7 +85,7 @@ def known_secrets(
         yield from passwords_in(value if "://" in value else f"://{value}")
     files = [env.get("DIESEL_REDIS_PASSWORD_FILE", "")]
     files.append(env.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials"))
-    with suppress(DieselError):
+    with suppress(DieselError):  # without a home folder there is no such file
         files.append(str(config_file()))
     if settings is not None:
         files.append(settings.key_file)
@@ -97,7 +98,7 @@ def known_secrets(
         with suppress(OSError):
             for line in _beginning(path).decode(errors="replace").splitlines():
                 yield from (*_forms(line), *passwords_in(line))
-                name, equals, value = line.partition("=")
+                name, equals, value = line.partition("=")  # of an ini file
                 if equals and _SECRET_NAME.search(name.strip()):
                     yield from _forms(value)
 

@@ -1,7 +1,8 @@
 """Measures how fast this machine puts, lists and reads a dataset of made-up small files.
 
-Everything, also the library's logs, snapshots and sockets, lies in a temporary folder, which is
-removed even after Ctrl-C.
+`dlcmd doctor --speed` calls it after all checks, so that nothing else is busy. Everything, also the
+library's logs, snapshots and sockets, lies in a temporary folder, which is removed even after
+Ctrl-C.
 """
 
 import os
@@ -50,7 +51,7 @@ def speed_findings() -> list[Finding]:
 
 @contextmanager
 def _own_folder() -> Iterator[tuple[Path, ExitStack]]:
-    """Yields a temporary folder, also for the library's own files, and callbacks for the end, which
+    """Yields a temporary folder, also for the library's own files; and callbacks for the end, which
     no signal interrupts."""
     before = {name: os.environ.get(name) for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME")}
     cleanup = ExitStack()
@@ -133,6 +134,7 @@ class _Measurement:
             return _content_finding("api", "read_many of the Python API reads", _seconds(read))
 
     def _read_mount(self) -> Iterator[Finding]:
+        """Compares the mount with plain files, which the kernel has in memory."""
         at = self._work / "mnt"
         self._cleanup.callback(_unmount, at)
         try:
@@ -146,12 +148,12 @@ class _Measurement:
             return
         session = str(stats(at).get("session", ""))
         scan_s, plain_scan_s = _seconds(lambda: _scan(at)), _seconds(lambda: _scan(self._source))
-        entries = FILES + -(-FILES // FILES_PER_FOLDER)
+        entries = FILES + -(-FILES // FILES_PER_FOLDER)  # with the folders
         yield _finding(
             "scan", f"a mount (session {session}) lists", "entries", entries, scan_s, plain_scan_s
         )
         paths, plain_paths = _paths(at), _paths(self._source)
-        _read_files(plain_paths)
+        _read_files(plain_paths)  # now the kernel has them in memory
         plain_s = _seconds(lambda: _read_files(plain_paths))
         for name, what in (("read", "a mount reads"), ("again", "a mount reads the same again,")):
             yield _content_finding(name, what, _seconds(lambda: _read_files(paths)), plain_s)
@@ -212,5 +214,5 @@ def _scan(top: Path) -> None:
 
 
 def _unmount(at: Path) -> None:
-    with suppress(UsageError):
+    with suppress(UsageError):  # nothing is mounted there
         umount(at, force=True)

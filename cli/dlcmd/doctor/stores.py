@@ -68,7 +68,7 @@ _SLOW_REDIS = "run Redis near the jobs, on a machine that is not busy (`redis-cl
 class StoreQuestion:
     settings: Settings
     is_named: bool
-    """If false, it need not exist yet."""
+    """Otherwise it need not exist yet."""
     measures: bool = True
     writes: bool = False
 
@@ -100,8 +100,8 @@ def open_for_reading(settings: Settings) -> Repository:
 
 
 def _can_be_reached(url: RepositoryUrl, emit: Emit) -> bool:
-    """Emits a fault if a bucket's endpoint does not answer, and a finding about its clock. Other
-    repositories count as reachable: opening them fails soon enough."""
+    """Emits a fault if a bucket's endpoint does not answer, and a finding about its clock from the
+    Date header. Other repositories count as reachable: opening them fails soon enough."""
     if url.scheme not in CLOUD_SCHEMES:
         return True
     access = resolve_access(parse_bucket_url(url.objects_url), os.environ)
@@ -121,7 +121,7 @@ def _can_be_reached(url: RepositoryUrl, emit: Emit) -> bool:
             "check the network, AWS_ENDPOINT_URL, AWS_REGION and the proxies (`https_proxy`)",
         ))  # fmt: skip
         return False
-    with suppress(TypeError, ValueError):
+    with suppress(TypeError, ValueError):  # no date, or none that can be read
         theirs_s = parsedate_to_datetime(date).timestamp()
         ours_s = (requested_s + time.time()) / 2
         error_s = 1.0 + (time.time() - requested_s) / 2  # the header has whole seconds
@@ -152,6 +152,9 @@ def _examine(question: StoreQuestion, url: RepositoryUrl, emit: Emit) -> None:
             _examine_stores(question, repository, emit)
         else:
             _examine_server(question, repository, emit)
+
+
+# Stores that this process opens itself
 
 
 def _examine_stores(question: StoreQuestion, repository: StoredRepository, emit: Emit) -> None:
@@ -246,10 +249,13 @@ def _try_to_write(repository: StoredRepository, datasets: list[DatasetInfo]) -> 
             repository.objects.delete(name)
 
 
+# Servers
+
+
 def _examine_server(question: StoreQuestion, repository: Repository, emit: Emit) -> None:
     url = repository.url
     user = repository.credentials.user if repository.credentials else "?"
-    datasets = repository.datasets()
+    datasets = repository.datasets()  # connects, and logs in
     may_read = count_text(len(datasets), "dataset")
     found = f"{url} accepts the user {user!r}, who may read {may_read}"
     emit(Finding("store", "ok", found, "", {"datasets": len(datasets)}))
@@ -287,6 +293,9 @@ def _roles_finding(repository: Repository, datasets: list[DatasetInfo], user: st
         return Finding("store.rights", "fault", found, cure)
     many = count_text(min(len(datasets), DATASETS_TRIED), "dataset")
     return Finding("store.rights", "ok", f"{user!r} may read and write {many} (tried)")
+
+
+# Both kinds
 
 
 def _emit_no_dataset(datasets: list[DatasetInfo], emit: Emit) -> None:

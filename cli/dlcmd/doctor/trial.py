@@ -1,8 +1,9 @@
 """The program that tries a mount: `python -m dlcmd.doctor.trial FOLDER`.
 
-It prints JSON: the session, why there is no better one, and the seconds; or the error. It is a
-program of its own, since `XDG_...` variables put its folders into FOLDER, too. The starter removes
-FOLDER, and any mount that is left.
+It makes a dataset of one file in FOLDER, mounts it there, reads the file and unmounts. It prints
+JSON: the session, why there is no better one, and the seconds; or the error. It is a program of its
+own, since `XDG_...` variables put its folders into FOLDER, too. The starter removes FOLDER, and any
+mount that is left.
 """
 
 import json

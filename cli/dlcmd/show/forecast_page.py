@@ -10,7 +10,7 @@ from diesel_fs.forecast.simulate import Forecast
 from .forecast import ForecastResult
 from .output import bytes_text
 
-_WIDTH, _BAR, _GAP = 860, 18, 8
+_WIDTH, _BAR, _GAP = 860, 18, 8  # pixels
 _LEFT, _RIGHT, _TOP = 130, 150, 34
 _RANKS_MAX = 64
 
@@ -29,6 +29,7 @@ _Bars = Sequence[tuple[str, Sequence[float], str]]
 
 def forecast_page(result: ForecastResult) -> str:
     forecasts, best, dataset = result.forecasts, result.best, result.options.dataset
+    # The last epoch stands for all but the first
     later = [(f"{each.job.shuffle}, {each.policy}", each.later) for each in forecasts]
     times = [
         (name, (each.compute_s, each.seconds - each.compute_s), f"{each.seconds:,.1f} s")

@@ -58,7 +58,7 @@ class MountSamples:
             if self._control is not None:
                 try:
                     return self._control.stats()
-                except DieselError:
+                except DieselError:  # it has ended, or its prefetch worker is busy
                     self._check_there()
             return stats_of(self._found.path)
         except DieselError:
@@ -154,6 +154,7 @@ def _readers(before: Stats, after: Stats, passed_s: float) -> Iterator[dict[str,
 
 
 def _key(reader: Mapping[str, object]) -> tuple[object, object]:
+    """The key is the reader's rank, or its process if it has no rank."""
     rank = reader["rank"]
     return rank, None if rank is not None else reader["pid"]
 

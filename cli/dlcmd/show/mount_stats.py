@@ -1,4 +1,7 @@
-"""Formats the statistics of a mount for `dlcmd stats`: figures in groups, with units. Pure."""
+"""Formats the statistics of a mount for `dlcmd stats`: figures in groups, with units. Pure.
+
+Figures that this version does not know are shown too.
+"""
 
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -104,7 +107,7 @@ def _streams(streams: list[object]) -> Iterator[str]:
 def _stream(stats: Mapping[str, object]) -> tuple[str, ...]:
     number = {key: value for key, value in stats.items() if isinstance(value, int | float)}
     name, epoch = str(stats.get("name", "?")), number.get("epoch", -1)
-    if epoch < 0:
+    if epoch < 0:  # it has been read to its end
         return name, "-", "", "", "", "", "all read"
     position, length = number.get("position", 0), number.get("length", 0)
     part = f"{100 * position / length:.0f} %" if length else ""

@@ -68,7 +68,7 @@ def progress_json(
     unit: str, passed_s: float, done: int, total: int, content_bytes: int | None
 ) -> dict[str, Value]:
     rate = done / passed_s
-    to_do = max(total - done, 0)
+    to_do = max(total - done, 0)  # a total may turn out too small
     described: dict[str, Value] = {
         "event": "progress",
         unit: done,

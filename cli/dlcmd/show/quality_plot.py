@@ -1,4 +1,7 @@
-"""Draws how well orders mix, over the size of their groups, as an SVG. Pure."""
+"""Draws how well orders mix, over the size of their groups, as an SVG. Pure.
+
+Colours work on light and dark backgrounds.
+"""
 
 import math
 from html import escape
@@ -8,7 +11,7 @@ from diesel_fs.orders.quality import OrderQuality, QualityReport
 from .output import bytes_text
 
 _WIDTH, _HEIGHT = 760, 430
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 150, 50, 90
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 150, 50, 90  # margins
 _LINE, _END = "#2f7ed8", "#888888"
 _PERCENT_STEP = 20
 _TEXT_HEIGHT = 15

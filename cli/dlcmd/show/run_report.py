@@ -5,7 +5,7 @@ from html import escape
 
 from diesel_fs.torch.planner import Interval, LoopTimes, Summary
 
-_WIDTH, _HEIGHT = 900, 120
+_WIDTH, _HEIGHT = 900, 120  # pixels
 _BARS = 300
 _EPOCHS_MAX = 100
 

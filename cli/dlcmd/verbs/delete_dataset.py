@@ -22,7 +22,7 @@ def delete_dataset(name: str, yes: bool) -> None:
     """
     with open_repository_from_flags() as repository:
         if not yes:
-            repository.dataset(name)
+            repository.dataset(name)  # raises if there is none
             raise UsageError(f"this would delete {name} for good", advice="confirm it with --yes")
         done = repository.delete_dataset(name)
     print_result(

@@ -39,9 +39,9 @@ class Machine:
     network_bytes_per_s: int = 1250 << 20
 
     def node(self, policy: str, files: ForecastFiles) -> ForecastNode:
-        in_task = policy != ORDER_LOG
+        in_task = policy != ORDER_LOG  # an order log needs no task's cache
         split = MemorySplit(self.memory_bytes, in_task)
-        known_bytes = len(files) * KNOWN_ENTRY_BYTES
+        known_bytes = len(files) * KNOWN_ENTRY_BYTES  # for names and inodes
         window_bytes = split.push_bytes - min(known_bytes, split.push_bytes // KNOWN_DIVISOR)
         has_disk = self.cache_bytes > 0
         kept_bytes = chunk_budget_bytes(split.task_bytes, files.chunk_bytes, has_disk=has_disk)
@@ -215,7 +215,7 @@ def forecast(
     with shown_progress(f"forecast {target}", "steps") as show:
         found = compare(Comparison.run, comparisons, files, given, show)
         sizes = compare(Comparison.size, comparisons, files, given, show) if smallest else []
-    # The last forecast shows whether one machine suffices
+    # The last: whether one machine suffices
     options = ForecastOptions(
         str(target), size_text(each_machine.memory_bytes), size_text(each_machine.cache_bytes),
         given is not None, each_machine.node(ORDER_LOG, files).window_bytes >= files.bytes,

@@ -81,7 +81,7 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
                 "--task-key-file", type=file_path, metavar="FILE",
                 help="A file with the secret of the task's nodes.  [or env: DIESEL_TASK_KEY]",
             )(command)  # fmt: skip
-        if not spec.help:
+        if not spec.help:  # options without help are not on the command line
             continue
         kinds |= {"count": click.IntRange(spec.low), "choice": click.Choice(spec.choices)}
         kinds["number"] = click.FloatRange(spec.low, spec.high)

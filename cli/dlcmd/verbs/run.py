@@ -29,8 +29,8 @@ _FORWARDED = (
     signal.SIGCONT, signal.SIGWINCH,
 )  # fmt: skip
 _LOOKS_S = (2.0, 3.0, 5.0, 5.0, 5.0, 9.0)
-"""Pauses before looks for a process of the command that cannot join (`_unjoined_path`). A signal
-ends a pause without a look."""
+"""Pauses before each look for a process of the command that cannot join (`_unjoined_path`), some
+30 s in all. A signal ends a pause without a look."""
 
 _FROM_KERNEL = 0x80  # `si_code`: the terminal has sent the signal to the command as well
 
@@ -150,8 +150,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str], planner: PlanSe
 
 
 def _next_signal(patience_s: float | None) -> "signal.struct_siginfo | None":
-    """Returns None if no signal to forward, and no SIGCHLD, comes within `patience_s` (None: for
-    ever)."""
+    """Waits for a signal to forward, or SIGCHLD. Returns None if none comes within `patience_s`
+    (None: for ever)."""
     wanted = {*_FORWARDED, signal.SIGCHLD}
     if patience_s is None:
         return signal.sigwaitinfo(wanted)
@@ -167,7 +167,7 @@ def _unjoined_path(environment: Mapping[str, str]) -> str:
         try:
             variables = (process / "environ").read_bytes().split(b"\0")
             program = (process / "exe").readlink().name
-        except OSError:
+        except OSError:  # it has ended, or is another user's
             continue
         if settings not in variables or not program.startswith("python"):
             continue

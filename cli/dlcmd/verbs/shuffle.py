@@ -143,6 +143,7 @@ def shuffle(target: Address, given: Values, nul: bool, quality: bool, plot: Path
 
 
 def _refuse_newlines(view: Snapshot, order: Indices) -> None:
+    """Refuses paths with a newline, before anything is printed."""
     if not (view.columns.names == ord("\n")).any():
         return
     for path in view.iter_paths(order):

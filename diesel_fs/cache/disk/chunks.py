@@ -1,6 +1,6 @@
 """Whole chunks in a cache's folder: the tier of a server, and of the nodes of a task.
 
-A chunk is written into a file of its own, and renamed when it is whole.
+A chunk is written into a file of its own with room reserved for it, and renamed when it is whole.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from .rule import LONGEST_UNREAD, EvictionRule
 
 log = logging.getLogger("diesel.cache")
 
-_CHECKED_MAX = 1 << 20  # beyond it all are forgotten, and checked again
+_CHECKED_MAX = 1 << 20  # remembered chunks; beyond it all are forgotten, and checked again
 _WRITE_BYTES_MAX = 64 << 20  # in one call: signals are handled between calls
 
 
@@ -47,10 +47,13 @@ class DiskTier(CacheTier):
         *,
         rule: EvictionRule = LONGEST_UNREAD,
     ) -> None:
+        """As `CacheFolder`."""
         self.folder = CacheFolder(place, store, limit_bytes, clock, rule=rule)
         self.jobs = CacheJobs(self.folder)
         # The chunks that this process has checked, and when it last set their times of last use
         self._checked_s: dict[ChunkKey, float] = {}
+
+    # Reading
 
     def find(self, key: ChunkKey) -> CacheHandle | None:
         held = self._open(key)
@@ -93,7 +96,7 @@ class DiskTier(CacheTier):
             self._checked_s.pop(key, None)
             return None
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):
+            if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
                 folder.clear(path)
             elif error.errno not in (errno.EMFILE, errno.ENFILE):
                 folder.reads.failed(error)
@@ -107,7 +110,7 @@ class DiskTier(CacheTier):
         return held
 
     def _is_sound(self, key: ChunkKey, held: "ChunkFile", room: memoryview | None = None) -> bool:
-        """A damaged chunk is dropped."""
+        """Reads all of a chunk, into `room` if given. A damaged one is dropped."""
         try:
             content = np.empty(held.bytes, np.uint8).data if room is None else room
             held.read_into(0, content)
@@ -142,13 +145,13 @@ class DiskTier(CacheTier):
         return False
 
     def list_chunks(self, identity: UUID) -> list[ChunkId]:
-        """Raises OSError."""
+        """The chunks that seem to be here. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             return [*list_files(self.folder.dataset(identity)).chunks]
         return []
 
     def drop(self, key: ChunkKey) -> None:
-        """The bytes stay counted until the next eviction, which counts all files."""
+        """Its bytes stay counted until the next eviction, which counts all files."""
         self._checked_s.pop(key, None)
         unlink(self._path(key))
 
@@ -169,6 +172,8 @@ class DiskTier(CacheTier):
         if (held := self.find(key)) is not None:
             held.close()
 
+    # Writing
+
     def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
         folder = self.folder
         if folder.writes.is_open:
@@ -176,7 +181,7 @@ class DiskTier(CacheTier):
         try:
             with folder.locked() as ledger:
                 reservation = self._reserve(ledger, key, size)
-        except BusyError:
+        except BusyError:  # another process is making room
             return None
         except OSError as error:
             folder.writes.failed(error)
@@ -198,8 +203,8 @@ class DiskTier(CacheTier):
         try:
             if not try_lock(file, fcntl.LOCK_EX):
                 os.close(file)
-                return None
-            counted = os.fstat(file).st_size
+                return None  # another process is writing the chunk
+            counted = os.fstat(file).st_size  # room that a writer reserved before it died
             os.ftruncate(file, 0)
             ledger.add(-counted)
             if not ledger.make_room(size, place):
@@ -211,6 +216,8 @@ class DiskTier(CacheTier):
             os.close(file)
             raise
         return _FileReservation(self, key, file, temporary)
+
+    # Readers and jobs
 
     def note_use(self, identity: UUID) -> None:
         self.jobs.note_use(identity)

@@ -38,15 +38,15 @@ log = logging.getLogger("diesel.cache")
 
 DISK_PAUSE_S = 30.0
 
-_FAILURES_MAX = 3  # in a row: one file may be damaged while the disk is well
+_FAILURES_MAX = 3  # in a row, before the pause: one file may be damaged while the disk is well
 
 FREE_FRACTION_MIN = 0.05
-"""This part of the file system stays free for other programs."""
+"""This part of the file system stays free for other programs (and nearly full disks are slow)."""
 
 CHUNK_IDLE_S = 24 * 3600.0
-"""A chunk that nobody has read for this time may be evicted although its dataset is read: an epoch
-is shorter, and chunks that a purge has replaced are never read again. If the dataset is pinned,
-only for new chunks of the same dataset."""
+"""A chunk that nobody has read for this time (and for the cool-down) may be evicted although its
+dataset is read: an epoch is shorter, and chunks that a purge has replaced are never read again. If
+the dataset is pinned, only for new chunks of the same dataset."""
 
 EVICT_FRACTION = 0.05
 """Part of the limit that is evicted in addition to the bytes that are needed, so that evictions,
@@ -60,11 +60,12 @@ _STORE_NAME = re.compile(IDENTITY_TEXT)
 
 
 class DiskBreaker:
-    """Logs a failure once. One object each for reading and writing. Any thread."""
+    """A circuit breaker for a disk, which logs a failure once. One object each for reading and
+    writing. Any thread."""
 
     def __init__(self, place: str, doing: str, clock: Callable[[], float]) -> None:
         self._breaker = CircuitBreaker(_FAILURES_MAX, DISK_PAUSE_S)
-        self._root, self._doing = place, doing
+        self._root, self._doing = place, doing  # for the log: "cannot {doing} the cache in ..."
         self._clock = clock
         self._is_reported = False
 
@@ -90,7 +91,7 @@ class DiskBreaker:
 @dataclass(frozen=True, slots=True)
 class CachedDataset:
     folder: str
-    used_s: float  # seconds since 1970
+    used_s: float  # its last use, in seconds since 1970
     is_pinned: bool
     references: References
 
@@ -99,14 +100,14 @@ class CachedDataset:
 class _CachedFile:
     path: str
     bytes: int
-    used_s: float  # seconds since 1970
+    used_s: float  # its last use, in seconds since 1970
     dataset: CachedDataset
     is_temporary: bool
     is_log: bool
 
 
 class CacheFolder:
-    """One process's use of the folder for one store."""
+    """One process's use of the folder for one store; all stores share its limit."""
 
     def __init__(
         self,
@@ -128,8 +129,9 @@ class CacheFolder:
         self.clock = clock
         self.limit_bytes = limit_bytes or 0
         self.read_only_reason = ""
-        """Why nothing can be written here; "" if it can. Chunks are read all the same."""
+        """Why nothing can be written here (chunks are read all the same); "" if it can."""
         self.evictions = 0
+        """Files that were evicted for any reason."""
         self.room_evictions = self.room_evicted_bytes = 0
         """The number and bytes of the evictions that made room, from any dataset."""
         self.reads = DiskBreaker(self.root, "read from", clock)
@@ -137,9 +139,9 @@ class CacheFolder:
         self.readers = WaitingReaders(f"{self.root}/{_READING}")
         self.rule = rule
         self.attenuation = Attenuation(rule.lrfu_p, rule.lrfu_step)
-        self._takes_half = limit_bytes is None
+        self._takes_half = limit_bytes is None  # and `_settle_limit` has not been called yet
         self._device = os.stat(place).st_dev
-        self._not_removable: set[str] = set()
+        self._not_removable: set[str] = set()  # paths with a chunk's name that are no chunks
         try:
             with self.locked() as ledger:
                 ledger.tidy(0, "")
@@ -321,6 +323,7 @@ class FolderLedger:
         return [files[number] for number in order.tolist()]
 
     def _scan(self) -> Iterator[_CachedFile]:
+        """All chunks of all stores, also chunks that are being written, and all order logs."""
         for folder in dataset_folders_in(self._folder.root):
             dataset = find_dataset(folder)
             with os.scandir(folder) as entries:
@@ -363,8 +366,8 @@ def _may_evict(
 
 
 class WaitingReaders:
-    """Shows the other processes, by a shared lock on `.reading`, whether readers of this process
-    wait for the store. Any thread."""
+    """Shows the other processes of a cache's folder, by a shared lock on `.reading`, whether
+    readers of this process wait for the store. Any thread."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -385,7 +388,7 @@ class WaitingReaders:
             self._count += 1 if begins else -1
             # The first reader that waits takes the lock, the last one releases it.
             if self._count == begins and self._file >= 0:
-                # Does not wait: a process that tests the lock holds it for a moment
+                # Not waited for: a process that tests the lock holds it for a moment.
                 how = fcntl.LOCK_SH | fcntl.LOCK_NB if begins else fcntl.LOCK_UN
                 with contextlib.suppress(OSError):
                     fcntl.flock(self._file, how)
@@ -411,7 +414,7 @@ class WaitingReaders:
 
 
 def dataset_folders_in(root: str) -> list[str]:
-    """Raises OSError."""
+    """The folders of all stores' datasets. Raises OSError."""
     return [each for store in _folders(root) for each in _folders(store)]
 
 

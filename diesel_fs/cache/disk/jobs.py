@@ -1,7 +1,8 @@
 """Records the uses of the datasets in a cache's folder: times of last use, and jobs.
 
 The start of a *job* (a mount, a node of a task) counts as a reference of its dataset for LRFU, and
-the job pins the dataset (see the package).
+the job pins the dataset (see the package). This is kept in the dataset's file `.used`
+(`references.py`) and in locks on it.
 """
 
 import contextlib
@@ -22,12 +23,12 @@ TOUCH_S = 60.0
 
 
 class CacheJobs:
-    """Any thread."""
+    """The jobs of this process. Any thread."""
 
     def __init__(self, folder: CacheFolder) -> None:
         self._folder = folder
         self._touched_s: dict[UUID, float] = {}
-        self._pins: dict[UUID, int] = {}
+        self._pins: dict[UUID, int] = {}  # descriptors of `.used` files, locked
 
     def note_use(self, identity: UUID) -> None:
         now_s = self._folder.clock()
@@ -62,6 +63,6 @@ class CacheJobs:
         return References(after, now_hour)
 
     def close(self) -> None:
-        """Repeatable."""
+        """End the pins. Repeatable."""
         while self._pins:
             os.close(self._pins.popitem()[1])

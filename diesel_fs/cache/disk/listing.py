@@ -47,7 +47,7 @@ class CachedFiles:
 
     chunks: tuple[ChunkId, ...]
     """Their bytes were not checked."""
-    has_logs: bool
+    has_logs: bool  # they have contents of the dataset, too
 
 
 def dataset_folders(path: Path) -> dict[str, UUID]:
@@ -58,7 +58,7 @@ def dataset_folders(path: Path) -> dict[str, UUID]:
 
 
 def list_files(folder: str) -> CachedFiles:
-    """Changes nothing. Raises OSError."""
+    """Locks and changes nothing. Raises OSError."""
     chunks, has_logs = [], False
     with os.scandir(folder) as entries:
         for entry in entries:

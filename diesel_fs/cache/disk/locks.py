@@ -10,7 +10,7 @@ that has the name of a file."""
 
 
 def try_lock(file: int, how: int) -> bool:
-    """Never waits. `how` is as for flock(2)."""
+    """Returns whether the open file is locked now. Never waits. `how` is as for flock(2)."""
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -19,7 +19,7 @@ def try_lock(file: int, how: int) -> bool:
 
 
 def is_unlocked(path: str) -> bool:
-    """Whether `path` is a regular file whose writer or user has ended. False also if it cannot be
+    """Whether `path` is a regular file whose writer or user has ended. False if it cannot be
     opened."""
     try:
         file = os.open(path, os.O_RDWR | FILE_FLAGS)

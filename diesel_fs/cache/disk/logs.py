@@ -1,4 +1,4 @@
-"""The files of order logs in a cache's folder."""
+"""The files of order logs in a cache's folder. `order_logs/` reads and writes their contents."""
 
 import contextlib
 import fcntl
@@ -36,10 +36,11 @@ class OrderLogFiles:
 
     @property
     def limit_bytes(self) -> int:
+        """The limit of the whole cache folder."""
         return self._folder.limit_bytes
 
     def names(self) -> list[str]:
-        """Raises OSError."""
+        """The names of all order logs of the dataset. Raises OSError."""
         return [name for name in sorted(os.listdir(self._place)) if LOG_NAME.fullmatch(name)]
 
     def open(self, name: str, *, makes: bool = True) -> int:
@@ -54,7 +55,7 @@ class OrderLogFiles:
         raise BusyError(f"another mount uses {path}")
 
     def remove(self, name: str, file: int) -> None:
-        """`file` is the log's descriptor, which is closed."""
+        """Remove an order log, and close `file`, its descriptor."""
         try:
             size = os.fstat(file).st_blocks * 512
             with contextlib.suppress(OSError):
@@ -64,7 +65,8 @@ class OrderLogFiles:
             os.close(file)
 
     def take_room(self, size: int) -> bool:
-        """May evict chunks of the dataset, too. Returns whether there is room."""
+        """Reserve room for `size` more bytes; chunks of the dataset, too, may be evicted for them.
+        Returns whether there is room."""
         if self._folder.writes.is_open:
             return False
         with contextlib.suppress(OSError, BusyError), self._folder.locked() as ledger:
@@ -78,7 +80,7 @@ class OrderLogFiles:
             ledger.add(-size)
 
     def close(self) -> None:
-        """Let the dataset have chunks again. Repeatable."""
+        """Let the dataset have chunks again. The log files stay. Repeatable."""
         if self._lock_file >= 0:
             os.close(self._lock_file)
         self._lock_file = -1

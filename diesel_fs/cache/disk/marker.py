@@ -1,6 +1,6 @@
 """The marker of a cache's folder, `.diesel-cache`: it names the folder as a cache, and is its lock.
 
-It has 24 bytes: a magic text of 16, and the bytes used in the folder, little-endian.
+It has 24 bytes: a magic text of 16, and the bytes used in the folder, as a little-endian number.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ HEAD = struct.Struct("<16sQ")
 TAKES_NOTHING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Error numbers of a disk that can be read but not written."""
 
-_LOCK_S = 5.0
+_LOCK_S = 5.0  # how long to wait for the lock
 _LOCK_POLL_S = 0.01
-# `lost+found` of a new disk, and a marker that another process may be making
+# `lost+found` of a new disk, and a marker, which another process may be making
 _FOREIGN_ALLOWED = re.compile(r"lost\+found|\.diesel-cache(-\d+-\d+)?")
 
 
@@ -75,7 +75,7 @@ def foreign_in(path: Path) -> str:
 def _check_apart(place: Path, store: Path) -> None:
     for inner, outer in ((place, store), (store, place)):
         for above in (inner, *inner.parents):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a folder that is absent is not the other one
                 if outer.samefile(above):
                     raise ConflictError(
                         f"the cache folder {place} and the store {store} lie in each other",

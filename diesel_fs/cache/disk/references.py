@@ -2,10 +2,10 @@
 jobs have used the dataset.
 
 The file has 28 bytes, or none before the first job: `DIESLRF2`, two little-endian doubles and the
-CRC-32 of all this. The doubles are the dataset's CRF (`policies/lrfu.py`) at its last reference,
-and the time of that reference in hours since 1970. Other content, as older versions wrote it,
-counts as one reference at the file's mtime. The file is written in place, since jobs hold locks on
-it.
+CRC-32 of all this. The doubles are the dataset's CRF (`policies/lrfu.py`) at its last reference
+(start of a job), and the time of that reference in hours since 1970. Other content, as older
+versions wrote it, counts as one reference at the file's mtime. The file is written in place, since
+jobs hold locks on it. Older programs that do not know the content keep it.
 """
 
 import math
@@ -20,7 +20,7 @@ from .locks import FILE_FLAGS
 USED = ".used"
 _MAGIC = b"DIESLRF2"
 _RECORD = struct.Struct("<8sddI")
-_HOUR_MAX = 1e9
+_HOUR_MAX = 1e9  # a greater one is damage
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,6 @@ def write_references(path: str, references: References) -> None:
     file = os.open(path, os.O_WRONLY | FILE_FLAGS)
     try:
         os.pwrite(file, references.packed(), 0)
-        os.ftruncate(file, _RECORD.size)
+        os.ftruncate(file, _RECORD.size)  # the old content may have been longer
     finally:
         os.close(file)

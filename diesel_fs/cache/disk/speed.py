@@ -2,7 +2,7 @@
 
 The result decides whether order logs pay (`../ORDER_LOG.md`, which also has the format of the
 file). Any process may ask at any time: one of them measures, under a lock on the file, and the
-others wait for it.
+others wait for it. A result that is damaged or of another format is measured again.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ _CHECKSUM_BYTES = 8
 _TRIAL_FILE = ".disk-trial"
 _TRIAL_BYTES, _PIECE_BYTES = 128 << 20, 4 << 20
 _FREE_FACTOR = 4  # with less than this many trial files free, nothing is measured
-_STEP_S = 0.3
-_READERS = 8
+_STEP_S = 0.3  # for each of writing, reading in sequence, and reading at random
+_READERS = 8  # at random, at once
 _PLACES, _ENDLESS = 1 << 14, 1 << 62
 
 
@@ -54,11 +54,11 @@ class DiskSpeed:
     def packed(self) -> bytes:
         figures = self.written_bytes_per_s, self.read_bytes_per_s, self.random_reads_per_s
         content = _RECORD.pack(_MAGIC, _FORMAT, 0, *figures)
-        return content + xxh3_64_digest(content)[::-1]
+        return content + xxh3_64_digest(content)[::-1]  # little-endian
 
     @classmethod
     def parse(cls, content: Bytes) -> "DiskSpeed | None":
-        """Returns None if the content is damaged, or of another format."""
+        """The result in a file; None if it is damaged, or of another format."""
         if len(content) != _RECORD.size + _CHECKSUM_BYTES:
             return None
         magic, version, _, *figures = _RECORD.unpack_from(content)
@@ -69,15 +69,15 @@ class DiskSpeed:
 
 
 def disk_speed(folder: str, measure: Callable[[str], DiskSpeed] | None = None) -> DiskSpeed | None:
-    """The speed from the folder's file, or by `measure` (None: `measure_disk`), which takes about a
-    second. None if that fails, as on a full disk."""
+    """The speed of the disk of a cache's folder: from its file, or by `measure` (None:
+    `measure_disk`), which takes about a second. None if that fails, as on a full disk."""
     try:
         file = os.open(f"{folder}/{SPEED_FILE}", os.O_RDWR | os.O_CREAT | FILE_FLAGS, 0o600)
     except OSError:
         return None
     try:
         for how in (fcntl.LOCK_SH, fcntl.LOCK_EX):
-            fcntl.flock(file, how)
+            fcntl.flock(file, how)  # another process may be measuring
             known = DiskSpeed.parse(os.pread(file, 4096, 0))
             if known is not None:
                 return known
@@ -144,13 +144,13 @@ def _trial_file(path: str) -> Iterator[int]:
     """A new file without a name, read and written past the page cache if the file system can."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | FILE_FLAGS
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+        os.unlink(path)  # of a process that was killed
     try:
         file = os.open(path, flags | os.O_DIRECT, 0o600)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        file = os.open(path, flags & ~os.O_EXCL, 0o600)
+        file = os.open(path, flags & ~os.O_EXCL, 0o600)  # the first attempt may have made it
     try:
         os.unlink(path)
         yield file

@@ -1,8 +1,9 @@
 """Reads under way (*flights*), which several callers share.
 
-A caller shares a read that brings its range, and begins a read only if there is none. The *owner*
-of a table (`ChunkCache`, `RangeReader`, `SpanFetcher`) takes a read out of it before it publishes
-the outcome, so callers that come later never get an old error.
+A caller shares a read that brings its range, and begins a read only if there is none. The classes
+that read (`ChunkCache`, `RangeReader`, `SpanFetcher`) have their own loops, since their threads,
+deadlines and memory differ. Such an *owner* takes a read out of its table before it publishes the
+outcome, so callers that come later never get an old error.
 
 Nothing here does I/O. A table is used by one thread, or under its owner's lock. The outcome of a
 `Flight` may be published and awaited without a lock.
@@ -22,6 +23,7 @@ class Flight(Generic[Content]):
 
     def __init__(self) -> None:
         self.is_wanted = True
+        """Whether the owner shall keep the content when it arrives."""
         self._is_claimed = False
         self._ended: threading.Event | None = None  # None: nobody waits
         self._content: Content | None = None
@@ -44,6 +46,7 @@ class Flight(Generic[Content]):
             self._ended.set()
 
     def fail(self, error: BaseException) -> None:
+        """The owner has taken the read out of its table."""
         self._error = error
         if self._ended is not None:
             self._ended.set()
@@ -58,8 +61,8 @@ class Flight(Generic[Content]):
 
 
 class FlightTable(dict[tuple[Chunk, int, int], Read]):
-    """The reads under way, by the spans that they bring (chunk, start, size). Only `begin` and
-    `end` change the table."""
+    """The reads under way, by the spans that they bring (chunk, start, size). One read may bring
+    several. Only `begin` and `end` change the table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,13 +88,14 @@ class FlightTable(dict[tuple[Chunk, int, int], Read]):
         return read
 
     def covering(self, span: tuple[Chunk, int, int]) -> tuple[Chunk, int, int] | None:
+        """A span under way that contains this one (or is the same)."""
         return span if span in self else _covering(self._by_chunk.get(span[0], ()), span)
 
     def larger(
         self, spans: Iterable[tuple[Chunk, int, int]]
     ) -> dict[tuple[Chunk, int, int], tuple[Chunk, int, int]]:
-        """The spans that lie in a larger one under way, with that one. Leaves out those that are
-        under way themselves."""
+        """Spans that are not under way themselves but lie in a larger span that is, with that
+        larger span."""
         found = {}
         for span in spans:
             larger = self.covering(span)

@@ -1,6 +1,6 @@
-"""Plans the reads for files: finds their extents, and the spans to read them in.
+"""Plans the reads for files: finds their extents, and the spans to read them in. Pure.
 
-Pure. `coalesce.py` defines extents and spans, and decides which extents share a span.
+`coalesce.py` defines extents and spans, and decides which extents share a span.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ _ROW = np.dtype([(name, "<u8" if name == "checksum" else "<i8")
                  for name in ("entry", *Extent._fields)])  # fmt: skip
 
 Rows = npt.NDArray[np.void]
+"""Extents, with the fields of `Extent` and the entry of each."""
 
 
 class ReadPlan(NamedTuple):
@@ -33,13 +34,14 @@ class ReadPlan(NamedTuple):
     """Where in `rows` the extents of each span begin, and at last the number of rows."""
     spans: list[Span]
     bytes: int
+    """The size of all spans together."""
 
     def rows_of(self, number: int) -> Rows:
         return self.rows[self.cuts[number] : self.cuts[number + 1]]
 
     def rows_of_some(self, numbers: Sequence[int]) -> Rows:
-        """`numbers` ascend, none twice."""
-        if numbers[-1] - numbers[0] == len(numbers) - 1:
+        """The extents of spans. `numbers` ascend, none twice."""
+        if numbers[-1] - numbers[0] == len(numbers) - 1:  # no gap between them
             return self.rows[self.cuts[numbers[0]] : self.cuts[numbers[-1] + 1]]
         cuts, some = np.array(self.cuts), np.array(numbers)
         counts = cuts[some + 1] - cuts[some]
@@ -48,6 +50,7 @@ class ReadPlan(NamedTuple):
         return rows
 
     def contents(self, number: int, read: memoryview) -> Sequence[memoryview]:
+        """The stored bytes of each extent of a span, out of those of the span."""
         rows = self.rows_of(number)
         if len(rows) == 1 and rows["stored"][0] == len(read):
             return (read,)
@@ -72,8 +75,8 @@ def plan_reads(
     span_bytes: int,
     sparse_gap_bytes: int | None = None,
 ) -> ReadPlan:
-    """`merge_spans` makes the spans. `sparse_gap_bytes` limits the gaps in a chunk of which little
-    is wanted (`is_sparse`); None: as `gap_bytes`."""
+    """The spans are made by `merge_spans`. `sparse_gap_bytes`: the limit of gaps in a chunk of
+    which little is wanted (`is_sparse`). None: the same as `gap_bytes`."""
     rows = rows_of(snapshot, np.asarray(entries, np.int64))
     rows = rows[np.lexsort((rows["offset"], rows["chunk"]))]
     chunks, starts, ends = rows["chunk"], rows["offset"].copy(), rows["offset"] + rows["stored"]

@@ -7,9 +7,9 @@ are wanted.
 
 Concurrency: one thread at a time calls; only `costs_of`, `places` and `is_slow` may be called
 beside it. Requests go on in the `ChunkReader`'s threads or in other nodes, but the caller's thread
-takes the contents. The `ChunkReader` of a task asks the nodes, and the store for missing parts only
-when somebody takes the answers of the nodes. For requests ahead of time, a thread takes them at
-once (`_Ahead`).
+takes the contents. So nothing here changes between two calls. The `ChunkReader` of a task asks the
+nodes, and then the store for missing parts; the second step begins only when somebody takes the
+answers of the first. For requests ahead of time, a thread takes them at once (`_Ahead`).
 """
 
 import time
@@ -40,7 +40,8 @@ from .read_plan import Span
 from .stored_parts import StoredParts
 
 AHEAD_THREADS = 16
-"""The most requests ahead of time that threads serve at once."""
+"""The most requests ahead of time that threads serve at once: one for each push that a mount
+announces."""
 
 ARRIVED_S_MIN = 0.0002
 """If the caller waits less than this for contents, they had arrived before, at an unknown time, and
@@ -52,6 +53,7 @@ Contents: TypeAlias = dict[Span, memoryview]
 class Arrived(NamedTuple):
     contents: Contents
     is_checked: bool
+    """Whether the bytes of each extent have been checked against its checksum."""
 
 
 class _Asked:
@@ -71,11 +73,11 @@ class _Asked:
         self._note = note
         self._asked_s = time.monotonic()
         parts = np.array(spans, np.uint32)
-        self._places = reader.places(parts[:, 0].astype(np.int64))
+        self._places = reader.places(parts[:, 0].astype(np.int64))  # by span
         self.bytes = int(parts[:, 2].sum(dtype=np.int64))
         reading = reader.begin(parts)
         self._reading = reading if threads is None else _Ahead(reading, threads)
-        self.wanted = len(spans)
+        self.wanted = len(spans)  # how many of the spans are still wanted
         self._arrived: list[Arrived] = []
         self._error: DieselError | None = None
 
@@ -130,7 +132,7 @@ class _Ahead(Iterator[ReadGroup]):
                 self._arrived.put((time.monotonic(), group))
         except StopIteration:
             pass
-        except BaseException as error:
+        except BaseException as error:  # the caller gets it
             # A traceback would keep this frame and the groups until a collection of garbage
             end = error.with_traceback(None)
         finally:
@@ -140,7 +142,7 @@ class _Ahead(Iterator[ReadGroup]):
     def __next__(self) -> ReadGroup:
         found = self._arrived.get()
         if found is None or isinstance(found, BaseException):
-            self._arrived.put(found)
+            self._arrived.put(found)  # for the next call
             raise StopIteration if found is None else found
         self.arrived_s, group = found
         return group
@@ -162,12 +164,12 @@ class SpanFetcher:
         self._chunks: ChunkReader = (
             self._reads.chunk_reader(snapshot.identity, snapshot.version) or self._stored
         )
-        self._costs = {IN_STORE: self._stored.costs}
-        self._arrived_s = 0.0
+        self._costs = {IN_STORE: self._stored.costs}  # by place
+        self._arrived_s = 0.0  # the last arrival of awaited contents
         # One buffer is kept: new memory costs as much as reading into it.
         self._buffer = np.empty(limits.span_bytes, np.uint8).data
         self._flights: FlightTable[int, _Asked] = FlightTable()
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: ThreadPoolExecutor | None = None  # if any have been needed
 
     @property
     def batches_reads(self) -> bool:
@@ -181,6 +183,7 @@ class SpanFetcher:
 
     @property
     def reads_at_once(self) -> bool:
+        """Whether each span is a request of its own, several at a time, since the store is slow."""
         return not self._reads.batches_reads and self._stored.is_slow
 
     def has_any_in_flight(self, spans: Sequence[Span]) -> bool:
@@ -194,13 +197,13 @@ class SpanFetcher:
         return self._chunks.places(chunks)
 
     def give_up(self, span: Span) -> None:
-        """A request without wanted spans is given up."""
+        """Forget an unwanted span. A request without wanted spans is given up."""
         asked = self._take(span)
         if asked is not None and not asked.wanted:
             asked.give_up()
 
     def close(self) -> None:
-        """Repeatable."""
+        """Stop reading ahead. Repeatable."""
         for asked in {id(each): each for each in self._flights.values()}.values():
             asked.give_up()
         self._stored.close()
@@ -252,7 +255,7 @@ class SpanFetcher:
         """The spans' stored bytes as they arrive, perhaps with other spans of the same requests."""
         begun: dict[int, _Asked] = {}
         missing = []
-        for span in spans:  # take all, even if the first fails
+        for span in spans:  # all are taken, even if the first fails
             taken = self._flights.end(span)
             if taken is None:
                 missing.append(span)
@@ -290,6 +293,7 @@ class SpanFetcher:
             raise
 
     def _forget(self, failed: _Asked) -> None:
+        """Take the other spans of a failed request out of the table: units request them again."""
         for span in failed.spans:
             if self._flights.get(span) is failed:
                 self._take(span)
@@ -302,7 +306,7 @@ class SpanFetcher:
         """Cut a span out of a larger one in flight, which stays there for the unit that it was
         begun for."""
         asked = self._flights.get(larger)
-        if asked is None:
+        if asked is None:  # the larger span's request has failed meanwhile
             return self.read(span)
         start = span[1] - larger[1]
         return self._result(asked, larger)[start : start + span[2]]
@@ -340,9 +344,9 @@ class SpanFetcher:
         return self._costs.setdefault(place, ReadCosts())
 
     def _note_asked(self, place: int, size: int, asked_s: float, arrived_s: float) -> None:
-        """Requests share the bandwidth, so a read's time begins at its request (`asked_s`), or at
-        the last arrival if that was later."""
+        """Note that contents have arrived from a place. Requests share the bandwidth, so a read's
+        time begins at its request (`asked_s`) or the last arrival before, if later."""
         seconds = arrived_s - max(asked_s, self._arrived_s)
-        if self._chunks is not self._stored and seconds > 0:
+        if self._chunks is not self._stored and seconds > 0:  # `StoredParts` observes by itself
             self.costs_of(place).observe(size, seconds)
         self._arrived_s = max(arrived_s, self._arrived_s)

@@ -1,7 +1,7 @@
 """Reads parts of chunks from an object store by the chunks' numbers.
 
-`StoredParts` is the `ChunkReader` of stores that have none of their own, so that readers use every
-store in the same way.
+`StoredParts` is the `ChunkReader` for stores without one of their own (a task's cache has one), so
+that readers use every store in the same way.
 """
 
 import os
@@ -45,8 +45,8 @@ class StoredParts:
         self._names = ChunkNames(snapshot)
         self.costs = ReadCosts()
         self._begun, self._ends = count(), count()  # of reads; `next` is atomic
-        self._ended = 0
-        self._threads: tuple[int, ThreadPoolExecutor] | None = None
+        self._ended = 0  # reads
+        self._threads: tuple[int, ThreadPoolExecutor] | None = None  # and their process's number
 
     def begin(self, parts: ChunkParts) -> Iterator[ReadGroup]:
         wanted: list[Part] = [
@@ -66,7 +66,7 @@ class StoredParts:
 
     def _one_by_one(self, wanted: Sequence[Part]) -> Iterator[ReadGroup]:
         for place, each in enumerate(wanted):
-            if place and self.costs.is_slow:
+            if place and self.costs.is_slow:  # as the reads before have shown
                 yield from self._at_once(wanted[place:], place)
                 return
             yield ReadGroup((place,), self._together([each]), False)
@@ -82,7 +82,7 @@ class StoredParts:
         return self._together([(self._names[chunk], start, size)])[0], False
 
     def close(self) -> None:
-        """The next read may start threads again."""
+        """End the threads. The next read may start others."""
         threads, self._threads = self._threads, None
         if threads is not None and threads[0] == os.getpid():
             threads[1].shutdown(wait=False, cancel_futures=True)

@@ -3,10 +3,10 @@
 A mount's prefetch worker writes order logs. The mount's server, another process, reads entries from
 them for the kernel's READ requests, and finds the entries by `LogAddresses`.
 
-For each log, the memory has a digest (which names the log's file), and for each entry 64 bits: 0 if
-no log has it, else the log's number plus 1 (upper 8 bits) and the offset in the log's file. The
-worker alone writes. A late or torn value does no harm: the server checks the bytes, and reads an
-entry from the store if they do not match.
+The memory has the digests of up to `LOGS_MAX` logs (a digest names the log's file, its position is
+the log's number), and 64 bits for each entry: 0 if no log has it, else the log's number plus 1
+(upper 8 bits) and the offset in the log's file. The worker alone writes. A late or torn value does
+no harm: the server checks the bytes, and reads an entry from the store if they do not match.
 """
 
 import os
@@ -41,6 +41,8 @@ class LogAddresses:
         numbers = np.frombuffer(shared, np.uint64)
         self._digests, self._addresses = numbers[:LOGS_MAX], numbers[LOGS_MAX:]
 
+    # For the worker
+
     def put(self, digest: int, entries: Entries, offsets: npt.NDArray[np.int64]) -> None:
         """Note where entries lie in the log of this digest. Does nothing if there are `LOGS_MAX`
         other logs."""
@@ -51,23 +53,27 @@ class LogAddresses:
             )
 
     def remove(self, digest: int, entries: Entries) -> None:
+        """Note that entries have left the log of this digest."""
         found = np.flatnonzero(self._digests == np.uint64(digest))
         if len(found):
             is_there = self._addresses[entries] >> np.uint64(_OFFSET_BITS) == found[0] + 1
             self._addresses[entries[is_there]] = 0
 
     def remove_log(self, digest: int, entries: Entries) -> None:
+        """Note that a log with these entries is gone."""
         self.remove(digest, entries)
         self._digests[self._digests == np.uint64(digest)] = 0
 
     def _number(self, digest: int) -> int:
-        """A new log gets a free number. Returns -1 if all are taken."""
+        """The number of a log, which gets a free one if it has none; -1 if all are taken."""
         for wanted in (digest, 0):
             found = np.flatnonzero(self._digests == np.uint64(wanted))
             if len(found):
                 self._digests[found[0]] = digest
                 return int(found[0])
         return -1
+
+    # For the server
 
     @property
     def digests(self) -> set[int]:
@@ -83,6 +89,8 @@ class LogAddresses:
 
 
 class _EntryReader(Protocol):
+    """As `readers/entry_reader.py`."""
+
     def read(self, index: int, offset: int, size: int, /) -> memoryview: ...
 
     def read_nowait(self, index: int, offset: int, size: int, /) -> memoryview | None: ...
@@ -102,9 +110,9 @@ class LogEntryReader:
         """`folder` is the path of the dataset's folder in the cache, which need not exist yet."""
         self._snapshot, self._reader, self._folder = snapshot, reader, folder
         self._addresses: LogAddresses | None = None
-        self._files: dict[int, int] = {}  # by the log's digest; under the lock
+        self._files: dict[int, int] = {}  # descriptors, by the log's digest; under the lock
         self._lock = threading.Lock()
-        self._last: tuple[int, memoryview] = (-1, memoryview(b""))
+        self._last: tuple[int, memoryview] = (-1, memoryview(b""))  # the entry that was read last
         self._hits = self._wrong = 0
 
     def share(self, addresses: LogAddresses) -> None:
@@ -124,11 +132,12 @@ class LogEntryReader:
         if last == index:
             return content[offset : offset + size]
         if self._addresses is not None and self._addresses.find(index) is not None:
-            return None
+            return None  # `read` then takes it from the log
         return self._reader.read_nowait(index, offset, size)
 
     def _find(self, index: int) -> memoryview | None:
-        """The checked content; None if no log has it undamaged, or if it is empty or too large."""
+        """The checked content of an entry out of a log; None if no log has it undamaged, or if it
+        is empty or too large."""
         last, content = self._last
         if last == index:
             return content
@@ -149,8 +158,8 @@ class LogEntryReader:
         return content
 
     def _file(self, digest: int) -> int:
-        """Raises OSError. The caller checks what it reads: another thread may close the descriptor,
-        after the log was removed."""
+        """The descriptor of a log. Raises OSError. The caller checks what it reads: another thread
+        may close the descriptor, after the log was removed."""
         with self._lock:
             self._close_removed()
             file = self._files.get(digest)
@@ -161,12 +170,13 @@ class LogEntryReader:
             return file
 
     def _close_removed(self) -> None:
-        """The room of a removed log comes free when its file is closed."""
+        """Close the files of logs that the worker has removed: their room comes free then."""
         known = set() if self._addresses is None else self._addresses.digests
         for digest in self._files.keys() - known:
             os.close(self._files.pop(digest))
 
     def stats(self) -> dict[str, int]:
+        """The figures of `reader`, and how many entries came from logs or were wrong there."""
         with self._lock:
             self._close_removed()
         return {**self._reader.stats(), "log_hits": self._hits, "log_wrong": self._wrong}

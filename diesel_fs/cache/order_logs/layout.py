@@ -1,7 +1,8 @@
 """The places of entries in an order log, and the headers of its segments (`ORDER_LOG.md`).
 
-Offsets and sizes are counted in *units* of some bytes (`LogCut.unit`), so that 32 bits are enough:
-an entry takes 12 bytes of memory (LCache, section III-C, needs some 700). Pure.
+An order is cut into segments (`LogCut`), and a layout (`LogLayout`) gives each entry its place in
+the file. Offsets and sizes are counted in *units* of some bytes (`LogCut.unit`), so that 32 bits
+are enough: an entry takes 12 bytes of memory (LCache, section III-C, needs some 700). Pure.
 """
 
 import struct
@@ -19,7 +20,8 @@ from ...format.entries import Bytes
 from ...orders.plan import NO_ENTRIES, Entries
 
 SEGMENT_BYTES = 8 << 20
-"""The size of segments: enough for a disk to read at its full rate."""
+"""The size of segments: enough for a disk to read at its full rate. Since entries are not cut, a
+segment has a little more or less."""
 
 SEGMENTS_MAX = 1 << 16
 """The most segments of one log; a larger log has larger segments. numpy sorts numbers below this by
@@ -31,6 +33,7 @@ BLOCK_BYTES = 4096
 _MAGIC, _FORMAT = b"DSLORDER", 1
 _HEAD = struct.Struct("<8sIIIIQ16sQQ")
 HEAD_BYTES = _HEAD.size
+"""The part of a header with a fixed size."""
 
 _CHECKSUM_BYTES = 8
 _UNIT_MIN, _UNITS_MAX = 8, 1 << 32
@@ -64,10 +67,10 @@ def file_name(order: int) -> str:
 
 
 class LogCut:
-    """An order cut into segments.
+    """An order cut into segments; the first step to a layout.
 
     `entries` are the entries that a log of the order has, in the order and each once. `segment` has
-    the segment of each.
+    the segment of each. A *unit* is `unit` bytes.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class LogCut:
     def of_segments(
         cls, segments: Sequence[Entries], sizes: Sizes, unit: int, segment_bytes: int
     ) -> "LogCut":
-        """The cut of a log whose order is not known."""
+        """The cut of a log with these segments, whose order is not known."""
         cut = cls(NO_ENTRIES, sizes, np.zeros(len(sizes), np.bool_))
         cut.entries = cut._order = np.concatenate([NO_ENTRIES, *segments])
         cut.segment = np.repeat(np.arange(len(segments)), [*map(len, segments)]).astype(np.uint16)
@@ -106,9 +109,11 @@ class LogCut:
 
     @property
     def entry_count(self) -> int:
+        """The number of entries of the dataset."""
         return len(self._sizes)
 
     def stored_units(self, entries: Entries) -> npt.NDArray[np.uint32]:
+        """How many units each of these entries takes."""
         units = self._sizes[entries].astype(np.uint64, copy=False)
         units += np.uint64(self.unit - 1)
         units //= np.uint64(self.unit)
@@ -122,12 +127,12 @@ class LogCut:
         position_of = np.zeros(self.entry_count, np.int64)
         position_of[self._order[::-1]] = np.arange(len(self._order))[::-1]
         behind: Places = position_of[self.entries[first[1:] - 1]] + 1
-        # They already ascend: this is only a guard
+        # Only a guard: `entries` are in the order of their first uses, so these already ascend
         return np.maximum.accumulate(behind)
 
     def by_arrival(self, arrivals: Entries) -> Entries:
-        """`entries` sorted by segment, and within it by their positions in `arrivals`, the order in
-        which their contents will come; others come last."""
+        """`entries` sorted by segment, and within a segment by their positions in `arrivals`, the
+        order in which their contents will come. Entries that do not arrive come last."""
         segment_of = np.full(self.entry_count, _NO_SEGMENT, np.uint16)
         segment_of[self.entries] = self.segment
         segments = segment_of[arrivals]
@@ -235,6 +240,7 @@ class LogLayout:
         return places
 
     def offset(self, places: Places) -> npt.NDArray[np.int64]:
+        """The offset in the file of the content at each place."""
         return self._offset[places].astype(np.int64) * self.unit
 
     def segment_of(self, places: Places) -> npt.NDArray[np.int64]:
@@ -254,7 +260,7 @@ class LogLayout:
 
 
 class SegmentHeader(NamedTuple):
-    """The header of a segment."""
+    """The header of a segment, as it lies in a file."""
 
     number: int
     unit: int
@@ -280,6 +286,7 @@ def parse_header(content: Bytes, segment: int, cut: LogCut, log: LogIdentity) ->
 
 
 def parse_any_header(content: Bytes) -> SegmentHeader:
+    """As `parse_header`, for a segment of any log."""
     count = parse_entry_count(content)
     _, _, number, _, unit, segment_bytes, identity, version, order = _HEAD.unpack_from(content)
     end = _HEAD.size + 4 * count
@@ -304,7 +311,7 @@ def parse_entry_count(content: Bytes) -> int:
 
 
 def header_bytes(count: int) -> int:
-    """The bytes before the contents of a segment: its header and a gap."""
+    """The bytes before the contents of a segment of `count` entries: its header and a gap."""
     return int(_aligned(np.array([_HEAD.size + 4 * count + _CHECKSUM_BYTES]))[0])
 
 
@@ -313,6 +320,7 @@ def _aligned(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _first_uses(order: Entries, entry_count: int) -> Entries:
+    """An order without repetitions."""
     seen = np.zeros(entry_count, np.bool_)
     seen[order] = True
     if int(np.count_nonzero(seen)) == len(order):

@@ -51,7 +51,7 @@ class Log:
     is_delivered: Mask = field(init=False)  # by place: a reader has got it in this epoch
     has_header: Mask = field(init=False)  # by segment: the header is in the file
     is_released: Mask = field(init=False)  # by segment: its room is free again, or soon will be
-    passed: int = 0
+    passed: int = 0  # segments that the reader has passed
     is_filling: bool = False
     """Whether contents of older logs are still being copied to it (`writer.py`)."""
 
@@ -68,12 +68,14 @@ class Log:
         return slice(int(self.layout.first[segment]), int(self.layout.first[segment + 1]))
 
     def find_present(self, entries: Entries) -> tuple[Places, Mask]:
+        """The place of each entry, and whether its content is there."""
         places = self.layout.find(entries)
         is_here = places >= 0
         is_here[is_here] = self.is_present[places[is_here]]
         return places, is_here
 
     def is_done(self, segment: int) -> bool:
+        """Whether readers have got all that a segment has."""
         some = self.places_in(segment)
         return not (self.is_present[some] & ~self.is_delivered[some]).any()
 
@@ -82,13 +84,17 @@ class LogSet:
     """The logs of one version of a dataset, with their counts, pauses and warnings."""
 
     def __init__(self, snapshot: Snapshot, addresses: LogAddresses | None) -> None:
+        """`addresses`, if any, shows the mount's server where entries lie."""
         self.snapshot = snapshot
         self.addresses = addresses
         columns = snapshot.columns
         self.is_logged: Mask = (columns.size > 0) & (columns.flags & MANY_EXTENTS == 0)
+        """By entry: whether it is a file with content in one extent."""
         self.is_logged &= kinds(columns.flags) == Kind.FILE
         self.by_order: dict[int, Log] = {}
+        """The logs by `Log.order`."""
         self.current_orders: frozenset[int] = frozenset()
+        """The digests of the orders that are being read."""
         self.next: frozenset[int] = frozenset()
         """Those of the logs that are written for the next epoch (the *next logs*)."""
         self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
@@ -166,10 +172,11 @@ class LogSet:
 
     @property
     def is_paused(self) -> bool:
+        """Whether the disk failed a short time ago."""
         return self._breaker.is_open(time.monotonic())
 
     def pause(self, doing: str, error: OSError) -> None:
-        """`doing`: for the warning."""
+        """Leave the logs alone for a while. `doing`: for the warning."""
         self._breaker.open(time.monotonic())
         self.warn(
             f"{doing} {error.errno}",
@@ -185,7 +192,8 @@ class LogSet:
 
 
 def read_once(file: int, start: int, size: int) -> memoryview:
-    """Read a part of a file, and drop it from the page cache. Raises OSError."""
+    """Read a part of a file, and drop it from the page cache. Shorter at the file's end. Raises
+    OSError."""
     content = np.empty(size, np.uint8).data
     content = content[: read_into(file, start, content)].toreadonly()
     os.posix_fadvise(file, start, size, POSIX_FADV_DONTNEED)

@@ -1,5 +1,7 @@
 """Reads a mount's files from order logs, and copies them to the logs of the next epoch.
 
+`LoggedReader` puts `OrderLogs` in front of another reader of a mount's prefetch worker.
+
 Concurrency: one thread calls. `writer.py` has a thread of its own, and `segments.py` reads ahead in
 others.
 """
@@ -25,15 +27,16 @@ from .streams import LogPlan, StreamLogs
 from .writer import LogWriter
 
 STAGED_BYTES = 64 << 20
-"""Bytes collected before a write. With more, one write has more neighbours of the next epoch."""
+"""Bytes collected before a write. If they are more, one write has more neighbours of the next
+epoch."""
 
 WORTHWHILE_FILE_BYTES = 32 << 10
 """If files are smaller on average, a log is worth its writes to a disk whose speed is unknown."""
 
 SAVED_AT_ONCE, LAST_SEGMENTS = 2, 8
 """Segments that a reader has passed are read whole if the next logs lack some of their entries: at
-most `SAVED_AT_ONCE` in one call, so that pushes go on. At the end of an epoch all the rest are,
-unless they are more than `LAST_SEGMENTS`."""
+most `SAVED_AT_ONCE` in one call, so that pushes go on; at the end of an epoch all that are left,
+unless these are more than `LAST_SEGMENTS`."""
 
 _GAP_BYTES = 64 << 10  # reading this many unwanted bytes costs less than one more read
 
@@ -48,7 +51,8 @@ class OrderLogs:
         segment_bytes: int = SEGMENT_BYTES,
         addresses: LogAddresses | None = None,
     ) -> None:
-        """`close` closes `files`. `addresses` shows the mount's server where entries lie."""
+        """`close` closes `files`. `staged_bytes` are collected before a write. `addresses`, if any,
+        shows the mount's server where entries lie."""
         self._snapshot = snapshot
         self._streams = StreamLogs(snapshot.identity, snapshot.version)
         self._set = LogSet(snapshot, addresses)
@@ -56,14 +60,17 @@ class OrderLogs:
             self._set, files, staged_bytes=staged_bytes, segment_bytes=segment_bytes
         )
         self._segments = SegmentReader(self._set, self._writer)
-        self._read_s = 0.0
+        self._read_s = 0.0  # that all reads have taken together
+
+    # The plan
 
     def set_plan(self, plans: Sequence[LogPlan]) -> None:
-        """Logs are made, taken over, rewritten and removed in the background."""
+        """Set the orders that the streams read in this epoch and the next one. In the background,
+        logs are made, taken over from other processes, rewritten and removed."""
         if plans == self._streams.plans:
             return
         self._save_last(plans)
-        self._writer.flush()
+        self._writer.flush()  # to the logs that were next until now
         self._segments.clear()  # contents that are read again shall be written to the new logs
         for name in self._streams.set_plans(plans, self._set.by_order):
             self._set.warn(
@@ -77,11 +84,12 @@ class OrderLogs:
         self._writer.change(self._streams.wanted())
 
     def settle(self) -> None:
+        """Wait until the logs are made, and all contents are written."""
         self._writer.settle()
 
     def passed(self, name: str, position: int) -> None:
-        """The reader of a stream has read all before this position of its current order. Release
-        the segments before it, after reading for the next logs what these lack."""
+        """Note that the reader of a stream has read all before this position of its current order:
+        release the segments before that, after they were read for the next logs if need be."""
         self._writer.tidy()
         found = self._set.by_order.get(self._streams.current(name))
         if found is not None:
@@ -92,8 +100,8 @@ class OrderLogs:
             found.passed += saved
 
     def _save_last(self, plans: Sequence[LogPlan]) -> None:
-        """Save the rest of the logs of readers that go on to their next epoch. A rest that is too
-        large is left: the order was given up in its middle."""
+        """For each reader that goes on to its next epoch, save the rest of its log, unless too much
+        is left, as when an order was given up in its middle."""
         stays = {id(order) for each in plans for order in (each.current, each.following)}
         for each in self._streams.plans:
             found = self._log_of(each.current)
@@ -103,10 +111,10 @@ class OrderLogs:
                     self._save(found, left, LAST_SEGMENTS)
 
     def _save(self, found: Log, segments: Sequence[int], most: int) -> int:
-        """Read the segments of which the next logs lack entries, so that these get them. A reader
+        """Read the segments of which the next logs lack entries, so that these get them: a reader
         that outruns the mount passes segments that the mount has not read. Reads at most `most`
         segments. Returns how many of `segments`, from the first on, may be released."""
-        if self._set.is_paused or found.order in self._set.next:
+        if self._set.is_paused or found.order in self._set.next:  # nothing to save
             return len(segments)
         for at, segment in enumerate(segments):
             some = found.places_in(segment)
@@ -122,6 +130,8 @@ class OrderLogs:
                 self._set.pause("read", error)
                 break
         return len(segments)
+
+    # Reading
 
     def read(self, entries: Entries) -> tuple[list[ExtentBatch], Entries]:
         """The checked contents of the files that logs have, and the other files. The contents stay
@@ -167,6 +177,7 @@ class OrderLogs:
         return self._read_s / hits * count if hits else 0.0
 
     def holds(self, order: Entries) -> bool:
+        """Whether logs have at least half of an order."""
         return 2 * len(self.missing(order)) <= len(order)
 
     def _log_of(self, order: Entries | None) -> Log | None:
@@ -174,14 +185,18 @@ class OrderLogs:
         return None if digest is None else self._set.by_order.get(digest)
 
     def missing(self, entries: Entries) -> Entries:
+        """The files among these that no log has."""
         return self._set.missing(entries)
 
     def lacking(self, entries: Entries) -> Entries:
+        """The files among these that a next log should have and lacks."""
         return entries[self._writer.lacking(entries)]
 
     def _read_from(
         self, found: Log, entries: Entries, places: Places
     ) -> tuple[list[ExtentBatch], Mask]:
+        """Returns the contents at these places that were right, and for each entry whether it is
+        among them."""
         order = np.argsort(places)
         places, entries = places[order], entries[order]
         try:
@@ -206,6 +221,7 @@ class OrderLogs:
         return [ExtentBatch(right, np.zeros(len(right), np.int64), contents)], is_read
 
     def _one_by_one(self, found: Log, places: Places) -> list[memoryview]:
+        """The contents at these ascending places; near ones are read together."""
         begins = found.layout.offset(places)
         ends = begins + self._set.snapshot.columns.size[found.layout.entries[places]].astype(
             np.int64
@@ -223,7 +239,8 @@ class OrderLogs:
         return contents
 
     def _deliver(self, found: Log, places: Places) -> None:
-        if found.order in self._set.next:
+        """Note that entries were read, and release the segments that are read to the end."""
+        if found.order in self._set.next:  # the next epoch reads them again
             return
         found.is_delivered[places] = True
         if found.is_filling:  # more entries may come to its segments
@@ -247,7 +264,10 @@ class OrderLogs:
         """Begin to write the staged contents, even if they are few. Does not wait."""
         self._writer.flush_if_idle()
 
+    # The logs as a whole
+
     def stats(self) -> dict[str, int]:
+        """Counts since the start, and the sizes of the logs, in bytes."""
         files = [each.file for each in [*self._set.by_order.values()]]
         next_entries = (np.count_nonzero(each.is_written) for each in self._set.next_logs())
         return {
@@ -258,14 +278,15 @@ class OrderLogs:
         }
 
     def close(self) -> None:
-        """Write the staged contents; the files stay for the next mount."""
+        """Write the staged contents, and close the files, which stay for the next mount."""
         self._segments.close()
         self._writer.close()
 
 
 def is_log_worthwhile(snapshot: Snapshot, memory_bytes: int, file_bytes_max: int) -> bool:
-    """Whether order logs are worth their writes, once the orders are known (`ORDER_LOG.md`). From a
-    mean size of `file_bytes_max` on, reads of single files are as fast on that disk."""
+    """Whether order logs are worth their writes, once the orders are known (`ORDER_LOG.md`).
+    `memory_bytes` is the mount's memory for contents. From a mean size of `file_bytes_max` on,
+    reads of single files are as fast on that disk."""
     sizes = snapshot.columns.size
     total_bytes, files = int(sizes.sum(dtype=np.int64)), int(np.count_nonzero(sizes))
     return total_bytes > memory_bytes and total_bytes < file_bytes_max * files
@@ -275,6 +296,7 @@ class LoggedReader:
     """Reads files from order logs, and from another reader the files that the logs do not have."""
 
     def __init__(self, reader: BatchSource, logs: OrderLogs) -> None:
+        """`close` closes `reader` and `logs`."""
         self._reader, self._logs = reader, logs
         # The entries that no log has, of each announced unit (by its entries, as bytes)
         self._rests: dict[bytes, Entries] = {}
@@ -319,5 +341,6 @@ class LoggedReader:
         return {**self._reader.stats(), **self._logs.stats()}
 
     def close(self) -> None:
+        """Stop reading ahead, and close the reader and the logs."""
         self._reader.close()
         self._logs.close()

@@ -1,5 +1,7 @@
-"""Opens and makes the files of order logs, in the thread of `writer.py`. ¶ The name of a log's file
-tells its order. If no stream reads that order, the headers of the segments list the entries.
+"""Opens and makes the files of order logs, in the thread of `writer.py`.
+
+A log of an order that a stream reads, or will read next, is found by the name of its file. For logs
+of other orders, which are unknown, the headers of their segments list the entries.
 """
 
 import contextlib
@@ -30,11 +32,12 @@ from .log_set import Log, LogSet, read_into
 
 _NO_LIMIT = 1 << 62
 _TAKES_NOTHING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-_EXTRA_BYTES = 16  # at most, beside the content: padding, and a part of the header
+_EXTRA_BYTES = 16  # of an entry beside its content, at most: padding, and its part of the header
 
 
 class LogMaker:
-    """The methods raise OSError, and return None for a log that another mount uses."""
+    """Opens and makes logs for a set. The methods raise OSError, and return None for a log that
+    another mount uses."""
 
     def __init__(
         self, logs: LogSet, files: OrderLogFiles, *, reserved_bytes: int, segment_bytes: int
@@ -43,9 +46,11 @@ class LogMaker:
         self._set, self._files = logs, files
         self._reserved_bytes, self._segment_bytes = reserved_bytes, segment_bytes
         self.can_punch = True
+        """Whether the file system can release parts of a file."""
 
     @property
     def limit_bytes(self) -> int:
+        """The bytes that the logs of one epoch may take together."""
         limit_bytes = self._files.limit_bytes - self._reserved_bytes
         return max(limit_bytes if self.can_punch else limit_bytes // 2, 0)
 
@@ -148,7 +153,8 @@ class LogMaker:
     def _with_headers(
         self, digest: int, identity: LogIdentity, cut: LogCut, file: int, share: float | None
     ) -> Log:
-        """The segments lie as in `cut`. Those with a right header count as present."""
+        """The log in a file, whose segments lie as in `cut`. Those with a right header count as
+        present."""
         try:
             self._check_punching(file)
             headers = self._read_headers(file, cut, identity)
@@ -173,7 +179,7 @@ class LogMaker:
     def _check_punching(self, file: int) -> None:
         try:
             end = -(-os.fstat(file).st_size // BLOCK_BYTES) * BLOCK_BYTES
-            punch_hole(file, end, BLOCK_BYTES)
+            punch_hole(file, end, BLOCK_BYTES)  # beyond its end, where there is nothing
         except OSError as error:
             if error.errno in _TAKES_NOTHING:
                 raise
@@ -187,7 +193,7 @@ class LogMaker:
 
     def _read_headers(self, file: int, cut: LogCut, identity: LogIdentity) -> dict[int, Entries]:
         """The entries that the headers of a file list, by segment; without unsound headers."""
-        layout = LogLayout(cut, cut.entries, _NO_LIMIT)
+        layout = LogLayout(cut, cut.entries, _NO_LIMIT)  # segments lie alike in all layouts
         found = {}
         for segment in range(layout.segments):
             size = header_bytes(int(layout.first[segment + 1] - layout.first[segment]))
@@ -197,12 +203,13 @@ class LogMaker:
         return found
 
     def _of_headers(self, name: str, file: int) -> Log | None:
-        """The log is read up to the first segment without a sound header. Returns None if there is
-        no segment, or if the log is of another version."""
+        """The log in a file of this name, whose order is unknown, up to the first segment without a
+        sound header; None if there is no segment, or if the log is of another version."""
         try:
             sizes, headers, starts = self._set.snapshot.columns.size, list[SegmentHeader](), [0]
             with contextlib.suppress(FormatError, OSError):  # ENXIO: the end of the file
                 while True:
+                    # A segment that was released is a hole
                     start = os.lseek(file, starts[-1], os.SEEK_DATA) // BLOCK_BYTES * BLOCK_BYTES
                     header = self._header_at(file, start)
                     if header.log.file_name != name or not self._fits(header, headers):
@@ -229,6 +236,7 @@ class LogMaker:
         return parse_any_header(_read(file, start, size))
 
     def _fits(self, header: SegmentHeader, before: Sequence[SegmentHeader]) -> bool:
+        """Whether a header is one of the current version, and continues its log."""
         entries, is_logged = header.entries, self._set.is_logged
         return (
             header.log == self._identity(header.log.order)

@@ -17,11 +17,13 @@ from .log_set import Log, LogSet, read_once
 from .writer import LogWriter
 
 SEGMENTS_HELD, SEGMENTS_AHEAD = 2, 2
-"""The most segments for each stream: in memory, and being read ahead."""
+"""The most segments for each stream that stay in memory, and that are being read ahead."""
 
 
 @dataclass(slots=True, eq=False)
 class _Segment:
+    """A segment in memory, by place."""
+
     contents: list[memoryview]
     is_right: Mask
 
@@ -36,7 +38,7 @@ class SegmentReader:
         self._readers = ThreadPoolExecutor(SEGMENTS_AHEAD, "order-log-read")
 
     def clear(self) -> None:
-        """Forget all segments, so that `load` stages their entries again, for new logs."""
+        """Forget all segments, so that `load` stages their entries again, for other logs."""
         self._segments.clear()
         self._reading.clear()
 
@@ -103,6 +105,7 @@ class SegmentReader:
         return segment
 
     def _begin(self, found: Log, number: int) -> None:
+        """Begin to read a segment, unless it is in memory or being read."""
         key = found.order, number
         if key not in self._segments and key not in self._reading:
             start, end = int(found.layout.start[number]), int(found.layout.end[number])

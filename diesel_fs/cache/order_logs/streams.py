@@ -3,8 +3,8 @@ Pure.
 
 A *stream* is a reader with an order of its own, for example one rank of a training job. It reads
 the log of its order if there is one. If its next order is unknown, the files of this epoch are
-logged in this epoch's own order. When that order becomes known, the log is rewritten for it; until
-then the stream reads the log entry by entry.
+logged in this epoch's own order. When the next order becomes known, and the one after it, that log
+is rewritten; until then the stream reads it entry by entry.
 """
 
 from collections.abc import Collection, Sequence
@@ -44,9 +44,11 @@ class WantedLogs:
     orders: dict[int, Entries]
     """The orders of all these logs by digest; those that are being read come first."""
     following: frozenset[int]
+    """The logs that will be written, for the next epochs."""
     unforeseen: frozenset[int]
     """Orders that are being read. A missing log of one may be made of other logs."""
     arrivals: Entries
+    """The order in which contents will come."""
 
 
 class StreamLogs:
@@ -56,11 +58,14 @@ class StreamLogs:
         self._identity, self._version = identity, version
         self.plans: list[LogPlan] = []
         self.orders: dict[int, Entries] = {}
+        """As in `WantedLogs`."""
         self.sources: dict[str, int] = {}
+        """The log that each stream reads from, by the stream's name."""
         self.following: dict[str, int] = {}
-        self._current: dict[str, int] = {}
-        self._announced: dict[str, int | None] = {}
-        # Keeping an array keeps its id
+        """The log that is written for the next epoch of each stream."""
+        self._current: dict[str, int] = {}  # the digest of the order that each stream reads
+        self._announced: dict[str, int | None] = {}  # that of its next epoch's order
+        # Arrays of orders, and their digests, by the array's id. Keeping the array keeps its id
         self._digests: dict[int, tuple[Entries, int]] = {}
 
     def set_plans(self, plans: Sequence[LogPlan], existing: Collection[int]) -> list[str]:
@@ -78,9 +83,9 @@ class StreamLogs:
         sources, following = dict[str, int](), dict[str, int]()
         surprised = []
         for each in plans:
-            # If the order was not foreseen, the stream's files lie in the log that was written
-            # while it read the epoch before. If the next order is known, that log is rewritten for
-            # this order
+            # The stream's files lie in the log of its order, or, if that order was not foreseen, in
+            # the log that was written while the stream read the epoch before. If the next order is
+            # known, that log is rewritten for this order
             written, announced = self.following.get(each.name), self._announced.get(each.name)
             before = self.sources.get(each.name, written)
             if (current := self.digest(each.current)) is not None:
@@ -93,6 +98,7 @@ class StreamLogs:
                     surprised.append(each.name)
             next_log = self.digest(each.following)
             if next_log is None and each.name in sources:
+                # The next order is unknown: keep this epoch's log for it
                 next_log = sources[each.name]
             if next_log is not None:
                 following[each.name] = next_log
@@ -124,7 +130,8 @@ class StreamLogs:
         return None if order is None or found is None else found[1]
 
     def _arrivals(self) -> Entries:
-        """Merged as if all streams were always through with the same part of their orders."""
+        """All orders that are being read, merged as if all streams were always through with the
+        same part."""
         orders = [each.current for each in self.plans if each.current is not None]
         if len(orders) < 2:
             return orders[0] if orders else NO_ENTRIES

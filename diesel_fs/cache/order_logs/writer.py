@@ -32,6 +32,8 @@ log = logging.getLogger("diesel.mount")
 
 @dataclass(slots=True, eq=False)
 class _Staged:
+    """Contents that wait to be written."""
+
     entries: list[Entries] = field(default_factory=list)
     contents: list[memoryview] = field(default_factory=list)
     bytes: int = 0
@@ -43,14 +45,16 @@ class _Rewriting:
 
     older: list[Log]
     targets: list[Log]
-    _log: int = 0
+    _log: int = 0  # the index of the next segment's log, and its number
     _segment: int = 0
 
     @property
     def is_under_way(self) -> bool:
+        """Whether there may be segments to move."""
         return self._log < len(self.older)
 
     def next_segment(self) -> tuple[Log, int] | None:
+        """The next segment to move; None after the last one."""
         while self.is_under_way:
             found, segment = self.older[self._log], self._segment
             self._segment += 1
@@ -65,6 +69,7 @@ class LogWriter:
     def __init__(
         self, logs: LogSet, files: OrderLogFiles, *, staged_bytes: int, segment_bytes: int
     ) -> None:
+        """`staged_bytes` is the size of a write. `close` closes `files`."""
         self._set, self._files = logs, files
         self._staged_bytes, self._segment_bytes = staged_bytes, segment_bytes
         self._staged = _Staged()
@@ -94,6 +99,7 @@ class LogWriter:
     def lacking(self, entries: Entries) -> Mask:
         """For each of these files, whether a next log should have it and lacks it."""
         if self._changing is not None and not self._changing.done():
+            # Logs are still being made, and may want any file
             return self._set.is_logged[entries]
         return self._set.lacking(entries)
 
@@ -144,6 +150,7 @@ class LogWriter:
             self._thread.submit(self._files.remove, each.identity.file_name, each.file)
 
     def settle(self) -> None:
+        """Wait until all is made, rewritten and written."""
         self.flush()
         is_settled = False
         while not is_settled:
@@ -152,8 +159,8 @@ class LogWriter:
             self.tidy()
 
     def close(self) -> None:
-        """Write the staged contents. The files stay for the next mount. Logs that hold nothing are
-        removed."""
+        """Write the staged contents, and close the files, which stay for the next mount. Logs that
+        hold nothing are removed."""
         self._is_closing = True
         with contextlib.suppress(OSError):
             self.flush()
@@ -165,6 +172,8 @@ class LogWriter:
                 self._files.remove(each.identity.file_name, each.file)
         self._set.by_order.clear()
         self._files.close()
+
+    # In the thread, but for `_punch_released`
 
     def _punch_released(self) -> None:
         releasing, self._releasing = self._releasing, []
@@ -189,7 +198,7 @@ class LogWriter:
                 self._note_made(self._maker.make(digest, order, wanted.arrivals, shares[digest]))
         except OSError as error:
             self._set.pause("write", error)
-        except Exception:
+        except Exception:  # files are read from the store then
             log.exception("unexpected error in an order log")
 
     def _note_made(self, made: Log | None) -> None:
@@ -231,10 +240,10 @@ class LogWriter:
     def _made_of(
         self, older: list[Log], digest: int, order: Entries, wanted: WantedLogs
     ) -> list[Log]:
-        """Returns the log if contents must be moved to it. If it is one of the `older` logs, it
-        leaves these. Raises OSError."""
+        """Make the log of an order out of older logs. Returns it if contents must be moved to it.
+        If it is one of the older logs, that leaves these. Raises OSError."""
         more_bytes = 0
-        if digest in wanted.following:
+        if digest in wanted.following:  # other contents are written to it, too
             more_bytes = self._maker.limit_bytes - sum(each.layout.total_bytes for each in older)
         made = self._maker.make_of_older(digest, order, older, more_bytes)
         if made is None:
@@ -248,6 +257,7 @@ class LogWriter:
         return [made]
 
     def _retire(self, found: Log) -> None:
+        """Forget a log. `tidy` removes its file."""
         self._set.by_order.pop(found.order, None)
         if self._set.addresses is not None:
             self._set.addresses.remove_log(found.identity.order, found.layout.entries)
@@ -278,8 +288,8 @@ class LogWriter:
         self._rewriting = _Rewriting([], [])
 
     def _move(self, segments: Sequence[tuple[Log, int]], targets: Sequence[Log]) -> None:
-        """Contents that readers have passed already go to the next logs, the others to the logs
-        that want them. Raises OSError."""
+        """Move the contents of segments to the logs that want them; those that readers have passed
+        already, to the next logs. Raises OSError."""
         entries, contents = list[Entries](), list[memoryview]()
         for found, segment in segments:
             some = found.places_in(segment)
@@ -314,6 +324,7 @@ class LogWriter:
             self._punch(found, segment)
 
     def _write(self, staged: _Staged, digests: frozenset[int]) -> None:
+        """Write staged contents to those of these logs that lack them."""
         entries = np.concatenate(staged.entries)
         try:
             for digest in digests:
@@ -322,7 +333,7 @@ class LogWriter:
                     self._write_to(found, entries, staged.contents)
         except OSError as error:
             self._set.pause("write", error)
-        except Exception:
+        except Exception:  # files are read from the store then
             log.exception("unexpected error in an order log")
 
     def _write_to(
@@ -333,14 +344,14 @@ class LogWriter:
         *,
         is_final: bool = True,
     ) -> bool:
-        """Write the contents that a log lacks. Returns False if the log has no room: the rest of
-        the contents is lost, which is logged if `is_final`. Raises OSError."""
+        """Write the contents that a log lacks. Returns False if it has no room; then they are lost,
+        and this is logged, unless `is_final` is False. Raises OSError."""
         layout = found.layout
         places = layout.find(entries)
         rows = np.flatnonzero(places >= 0)
         rows = rows[~found.is_written[places[rows]]]
         _, first = np.unique(places[rows], return_index=True)
-        rows = rows[first]
+        rows = rows[first]  # by place, each once
         places = places[rows]
         segments = layout.segment_of(places)
         is_open = ~found.is_released[segments]

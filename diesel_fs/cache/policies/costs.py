@@ -1,19 +1,20 @@
-"""The time that reads take: the model by which all readers choose between ways of reading.
+"""The time that reads take: the model by which all readers choose between ways of reading. Pure.
 
-Pure. A read from one place (the object store, a node of a task, a disk) takes a latency, and a time
-for each byte. This is Lobster's model (section 4.3, equation 1); reads that are under way at once
-are taken to have the throughput of one read each.
+A read from one place (the object store, a node of a task, a disk) takes a latency, and a time for
+each byte. This is Lobster's model (section 4.3, equation 1); reads that are under way at once are
+taken to have the throughput of one read each.
 """
 
 _READS_AVERAGED = 8
 
 SLOW_READ_S = 0.003
-"""From a place whose reads take longer, readers request several parts at once, in threads. From a
-faster one they read one part after the other: taking turns with other threads would cost more (4
-MiB from the page cache take 1 ms)."""
+"""If the reads of a place take longer, readers request several parts at once, in threads. From a
+faster place they read one after the other: 4 MiB from the page cache take 1 ms, and taking turns
+with other threads would cost more."""
 
 LATENCY_S_MAX = 1.0
-"""A longer latency is an outage, which does not predict the next read."""
+"""The greatest latency that is fitted. A longer one is an outage, which does not predict the next
+read."""
 
 _GAP_MIN, _GAP_MAX = 4 << 10, 4 << 20
 _S_PER_BYTE_MIN = 1e-12
@@ -36,11 +37,11 @@ class ReadCosts:
         self.s_per_byte = s_per_byte
         self._at_once = 1.0
         self._mean_s = 0.0
-        # Sums over the reads, in megabytes: the squares of bytes would lose digits
+        # Sums over the reads. Sizes are in megabytes: the squares of bytes would lose digits.
         self._weight = self._sizes = self._times = self._squares = self._products = 0.0
 
     def observe(self, size: int, seconds: float, at_once: int = 1) -> None:
-        """`at_once`: the number of reads under way, this one included."""
+        """`at_once`: the number of reads that were under way, with this one."""
         megabytes, keep = size / 1e6, self._DECAY
         self._mean_s += (seconds - self._mean_s) / (_READS_AVERAGED if self._mean_s else 1)
         self._at_once += (at_once - self._at_once) / _READS_AVERAGED
@@ -51,7 +52,7 @@ class ReadCosts:
         self._products = products = keep * self._products + megabytes * seconds
         if weight < self._WEIGHT_MIN:
             return
-        mean_size, mean_s = sizes / weight, times / weight
+        mean_size, mean_s = sizes / weight, times / weight  # in megabytes, and seconds
         spread = weight * squares - sizes * sizes
         if spread > self._SPREAD_MIN * weight * squares:
             slope = (weight * products - sizes * times) / spread

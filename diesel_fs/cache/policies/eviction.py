@@ -3,7 +3,8 @@
 A policy keeps the table of one cache: which *units* (mostly chunks) are in it, and their bytes. The
 cache holds the contents, reports every insertion, removal and read, and requests decisions. If the
 future reads are known (`orders/future.py`), the cache passes them on; only the policy `plan` uses
-them. Pure. One thread at a time.
+them. Policies are pure: the same calls give the same answers on every machine. One thread at a
+time.
 
 A policy is a class and a line in `POLICIES`; `--evict` takes the names of that table.
 """
@@ -26,7 +27,7 @@ _Key = tuple[int, float, int, int]
 """The order of eviction, least first: the time of a unit's next use, negated; its value; the number
 of its last read; the unit."""
 
-_OLD_KEYS_MIN = 1024
+_OLD_KEYS_MIN = 1024  # with fewer old keys, the heap is not built anew
 
 
 class EvictionPolicy(ABC):
@@ -38,6 +39,7 @@ class EvictionPolicy(ABC):
         self.bytes = 0
 
     def insert(self, unit: int, size: int) -> None:
+        """Note that a unit is in the cache now."""
         self.bytes += size - self.sizes.get(unit, 0)
         self.sizes[unit] = size
 
@@ -50,7 +52,8 @@ class EvictionPolicy(ABC):
         """Note a read of a unit, whether the cache had it or not."""
 
     def admits(self, unit: int, size: int, free_bytes: int) -> bool:
-        """Whether to take in a unit. Changes nothing: the caller may decide otherwise."""
+        """Whether to take in a unit that is not in the cache. Changes nothing: the caller may
+        decide otherwise."""
         return size <= free_bytes + self.bytes
 
     @abstractmethod
@@ -60,9 +63,9 @@ class EvictionPolicy(ABC):
 
     def replaces(self, unit: int, victims: Collection[int], uses_min: int = 1) -> bool | None:
         """Whether a unit that is not in the cache should replace `victims`, the first units of
-        `eviction_order`; None leaves the decision to the caller (`admission.py`). Fetching costs as
-        much as `uses_min` reads past the cache, so the unit should be used that often before a
-        victim is."""
+        `eviction_order`; None leaves it to the caller (`admission.py`). Fetching costs as much as
+        `uses_min` reads past the cache, so the unit should be used that often before a victim is.
+        Changes nothing."""
         return None
 
     def set_future(self, future: FutureUses | None) -> None:
@@ -71,7 +74,8 @@ class EvictionPolicy(ABC):
         return
 
     def note_passed(self, units: Units) -> None:
-        """The next uses of these units have changed: a reader has passed them, or has gone back."""
+        """The next uses of these units have changed: a reader whose future is known has passed
+        them, or has gone back to before them."""
         return
 
     def set_values(self, values: UnitValues | None) -> None:
@@ -123,7 +127,7 @@ class FarthestNextUse(LeastRecentlyUsed):
         self._future: FutureUses | None = None
         self._values: UnitValues | None = None
         self._reads = 0
-        self._keys: dict[int, _Key] = {}
+        self._keys: dict[int, _Key] = {}  # of each unit in the cache, if the future is known
         self._heap: list[_Key] = []
 
     def insert(self, unit: int, size: int) -> None:
@@ -141,7 +145,7 @@ class FarthestNextUse(LeastRecentlyUsed):
     def record_access(self, unit: int) -> None:
         super().record_access(unit)
         key = self._keys.get(unit)
-        if key is not None and key[0] == -NEVER:
+        if key is not None and key[0] == -NEVER:  # units with a next use keep their keys
             self._reads += 1
             self._push(unit, NEVER, self._reads)
 
@@ -182,7 +186,7 @@ class FarthestNextUse(LeastRecentlyUsed):
         self._keys.clear()
         self._heap.clear()
         if future is not None:
-            units = [*self.sizes]
+            units = [*self.sizes]  # the longest unread first
             times = self._next_times(np.array(units, np.int64)).tolist()
             for unit, time in zip(units, times, strict=True):
                 self._reads += 1
@@ -233,7 +237,7 @@ class LeastFrequentlyUsed(EvictionPolicy):
     def __init__(self) -> None:
         super().__init__()
         self._uses: dict[int, int] = {}
-        self._by_uses: dict[int, OrderedDict[int, None]] = {}
+        self._by_uses: dict[int, OrderedDict[int, None]] = {}  # the longest unread first
 
     def insert(self, unit: int, size: int) -> None:
         super().insert(unit, size)
@@ -264,8 +268,8 @@ class LeastFrequentlyUsed(EvictionPolicy):
 
 
 class NoEviction(EvictionPolicy):
-    """Keeps the units that came first: each epoch then hits all of them, while LRU may hit none
-    (the cache MinIO of CoorDL; Mohan et al., VLDB 2021, section 4.1)."""
+    """Keeps the units that came first: each epoch then hits all units that fit, while LRU may hit
+    none (the cache MinIO of CoorDL; Mohan et al., VLDB 2021, section 4.1)."""
 
     def record_access(self, unit: int) -> None:
         """Does nothing: the decisions depend on free room alone."""

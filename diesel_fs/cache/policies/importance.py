@@ -1,19 +1,19 @@
 """`ImportanceHeap` finds the entries that should leave a full cache first: those that training
 finds least important (iCache, HPCA 2023, section III-B). Pure; for one thread.
 
-An entry's **level** is the upper half of its importance as a float of 4 bytes; such bits have the
-order of the numbers, and importances that differ by more than a 128th have different levels. All
-entries are sorted by level once (a radix sort, in blocks). A count of cached entries for each level
-leads to the least important ones, so an insertion only increases a count. New importances go into a
-second table of levels, iCache's **shadow**, which is sorted block by block (`build_some`) while the
-first one serves, and then replaces it. The columns take 7 bytes for each entry of the dataset, 13
-while there are two tables.
+A heap is columns instead of objects. An entry's **level** is the upper half of its importance as a
+float of 4 bytes; such bits have the order of the numbers, and importances that differ by more than
+a 128th have different levels. All entries are sorted by level once (a radix sort, in blocks). A
+count of cached entries for each level leads to the least important ones, so an insertion only
+increases a count. New importances go into a second table of levels, iCache's **shadow**, which is
+sorted block by block (`build_some`) while the first one serves, and then replaces it. The columns
+take 7 bytes for each entry of the dataset, 13 while there are two tables.
 
 **Several jobs** that train on one dataset give the same sample different importances, and lower
 ones the longer a job has trained. So they are merged by percentile (section III-D): a sample's
 merged importance is the sum, over all jobs, of the job's benefit times the share of all samples
 that are less important to it. A job's *benefit* is the factor by which the cache speeds up its
-batches.
+batches. A job's list takes 2 bytes for each entry.
 """
 
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ JOBS_MAX, SILENT_TELLS = 8, 16
 """A job beyond `JOBS_MAX` replaces the oldest list. A job that sends nothing while the others send
 `SILENT_TELLS` lists counts as ended, and its list is removed."""
 
-_ONE = np.int64(1)  # else `ufunc.at` is twenty times as slow
+_ONE = np.int64(1)  # of the counts' type: else `ufunc.at` is twenty times as slow
 
 
 @dataclass(slots=True)
@@ -97,10 +97,11 @@ class ImportanceHeap:
             self._table.sort_block()
         self._shadow: _Table | None = None
         self.changes = 0
-        self._is_complete = True
-        self._counts = np.zeros(LEVELS, np.int64)
-        self._sums = np.zeros(LEVELS, np.int64)
-        self._high_level = 0
+        """How often new importances have taken effect."""
+        self._is_complete = True  # the shadow has its whole list
+        self._counts = np.zeros(LEVELS, np.int64)  # of entries that are in, by level
+        self._sums = np.zeros(LEVELS, np.int64)  # of their sizes
+        self._high_level = 0  # entries above it are of high importance
 
     def set_importances(
         self, entries: Entries, values: npt.NDArray[np.float32], *, more: bool = False
@@ -117,7 +118,7 @@ class ImportanceHeap:
         self._is_complete = not more
 
     def build_some(self) -> bool:
-        """Do some 10 ms of the work for new importances. Returns whether work was left."""
+        """Do some 10 ms of the work that new importances cause. Returns whether work was left."""
         shadow = self._shadow
         if shadow is None or not self._is_complete:
             return False
@@ -134,12 +135,14 @@ class ImportanceHeap:
         return False
 
     def build_first(self) -> None:
-        """To decide without any importances would be worse than to wait."""
+        """Build the first importances at once: to decide without any would be worse than to
+        wait."""
         while not self.changes and self.build_some():
             pass
 
     @property
     def bytes_max(self) -> int:
+        """The memory while there are two tables."""
         count = len(self._in)
         one = count * (np.dtype(np.uint16).itemsize + np.dtype(np.uint32).itemsize)
         return self._in.nbytes + 2 * one
@@ -157,7 +160,8 @@ class ImportanceHeap:
         return int(self._counts.sum())
 
     def insert(self, entries: Entries) -> None:
-        """Add entries, none twice. Ignores those that are in."""
+        """Add entries, none twice, which the cache may give up from now on. Ignores entries that
+        are in."""
         new = entries[~self._in[entries]]
         self._in[new] = True
         levels = self._table.levels[new]
@@ -165,7 +169,8 @@ class ImportanceHeap:
         np.add.at(self._sums, levels, self._size(new))
 
     def remove(self, entries: Entries) -> None:
-        """Remove entries, none twice. Ignores those that are not in."""
+        """Remove entries, none twice, which the cache has given up or must keep from now on.
+        Ignores entries that are not in."""
         old = entries[self._in[entries]]
         self._in[old] = False
         levels = self._table.levels[old]
@@ -178,6 +183,7 @@ class ImportanceHeap:
 
     @property
     def low_size(self) -> int:
+        """The size of all entries that are in and not of high importance."""
         return int(self._sums[: self._high_level + 1].sum())
 
     def least(self, count: int, *, high: bool = False) -> Entries:
@@ -208,7 +214,7 @@ class ImportanceHeap:
 class _JobList:
     levels: _Levels
     benefit: float
-    last_tell: int
+    last_tell: int  # the number of its last list among those of all jobs
 
     def percentiles(self) -> npt.NDArray[np.float32]:
         """The share of all entries that are less important to the job. Equally important entries
@@ -221,9 +227,9 @@ class _JobList:
 
 class JobImportances:
     def __init__(self, count: int) -> None:
-        self._count = count
+        self._count = count  # entries of the dataset
         self._jobs: dict[str, _JobList] = {}  # the job that sent its list last is last
-        self._tells = 0
+        self._tells = 0  # whole lists that jobs have sent
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -237,7 +243,7 @@ class JobImportances:
         *,
         more: bool = False,
     ) -> None:
-        """As `ImportanceHeap.set_importances`, for the list of one job."""
+        """As `ImportanceHeap.set_importances`, for the list of one job, under any name for it."""
         check_importances(values)
         self._tells += not more
         found = self._jobs.pop(job, None)

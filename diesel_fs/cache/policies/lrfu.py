@@ -1,8 +1,9 @@
-"""LRFU decides which chunks (the paper's *blocks*) leave a full cache that several datasets share,
-as in DLCache (section III-C.2), but without its costs. Pure.
+"""Decides which chunks (the paper's *blocks*) leave a full cache that several datasets share: LRFU,
+as DLCache uses it (section III-C.2), without its costs. Pure.
 
-A *reference* is the start of a job that reads a dataset: it counts once for each of the dataset's
-blocks.
+A *reference* is the start of a job that reads a dataset: training reads all of a dataset, so one
+reference counts for each of its blocks. The *CRF* of a block (combined recency and frequency) at
+the time t is the sum of F(t - t_i) over its references at the times t_i, with:
 
     F(x) = (1 / p) ** (step * x)
 
@@ -16,10 +17,11 @@ sum decays until the next reference, which adds 1; so a kept value is at least 1
 compared, since the values themselves become 0 if the last reference is old.
 
 The caller chooses the unit of times. A cache folder (`disk/`) counts whole hours: jobs that start
-within the same hour tie. With `step` 0 nothing is forgotten, and the number of references decides
-(LFU). With `step` 1 and a `p` of 2 or more, if a dataset has at most one reference in each unit of
-time, the time of the last reference decides (LRU). Only the product `step * ln(p)` matters; both
-numbers are kept, as in the paper.
+within the same hour tie. A node runs a few jobs in a day, so finer times would only measure chance.
+With `step` 0 nothing is forgotten, and the number of references decides (LFU). With `step` 1 and a
+`p` of 2 or more, if a dataset has at most one reference in each unit of time, the time of the last
+reference decides (LRU). Only the product `step * ln(p)` matters; both numbers are kept, as in the
+paper.
 """
 
 import math
@@ -29,11 +31,13 @@ import numpy as np
 import numpy.typing as npt
 
 HOUR_S = 3600.0
+"""The unit of times in a cache folder, in seconds."""
 
 Values = npt.NDArray[np.float64]
 
 
 def hour_of(time_s: float) -> float:
+    """The whole hours since 1970."""
     return float(math.floor(time_s / HOUR_S))
 
 

@@ -1,7 +1,8 @@
 """Chooses the units that leave a full cache for a new one: the loop that all caches share. Pure.
 
 `Shortage` takes victims out of one or several orders of eviction (`eviction.py`, `lrfu.py`) until
-there is room.
+there is room. Nothing is evicted here: the cache must still decide whether the new unit is worth
+its victims (`EvictionPolicy.replaces`, `admission.py`).
 """
 
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ class Shortage(Generic[Unit]):
     bytes: int
     """The bytes that are lacking; 0 or less if there is room."""
     units: int = 0
+    """The same as a number of units, if the cache limits their number."""
     victims: list[Unit] = field(default_factory=list)
 
     @property
@@ -28,8 +30,8 @@ class Shortage(Generic[Unit]):
         size_of: Callable[[Unit], int],
         stays: Callable[[Unit], bool] | None = None,
     ) -> bool:
-        """Choose further victims, the first candidates first. Returns `is_met`. Passes over chosen
-        candidates, and those that stay (pinned ones, for example)."""
+        """Choose further victims, the first candidates first. Returns `is_met`. Passes over
+        candidates that were chosen before or that stay (`stays`: pinned ones, for example)."""
         chosen = {*self.victims}
         if not self.is_met:
             for each in candidates:

@@ -2,7 +2,7 @@
 
 If several threads miss one chunk, one of them loads it and the others wait. Chunks may also be
 loaded ahead, in other threads; a load that a reader waits for is never queued behind these. When
-the budget is full, the least recently used chunk is evicted. If the cache follows an order
+the budget is full, the least recently used chunk is evicted; but if the cache follows an order
 (`OrderPrefetch`), a chunk is dropped when the reader has finished with it.
 
 A chunk may be *pinned*: it lies in memory that the object store shares with other processes (the
@@ -48,13 +48,13 @@ class LoadedChunk:
     """
 
     buffer: memoryview
-    is_pinned: bool = False
-    is_checked: bool = False
+    is_pinned: bool = False  # in memory that the store shares with other processes
+    is_checked: bool = False  # all entries have been checked
     view: memoryview = field(init=False)
     checked: set[int] = field(default_factory=set)
     decoded: dict[int, memoryview] = field(default_factory=dict)
     charged: int = 0  # bytes that the chunk counts in the budget while it is in the cache
-    is_counted: bool = False
+    is_counted: bool = False  # whether the chunk is in the cache now
 
     def __post_init__(self) -> None:
         self.view = self.buffer.toreadonly()
@@ -94,11 +94,12 @@ class ChunkCache:
 
     def _reset_after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._flights: dict[int, Flight[LoadedChunk]] = {}
+        self._flights: dict[int, Flight[LoadedChunk]] = {}  # loads under way, and queued ones
         self._threads: ThreadPoolExecutor | None = None
 
     @property
     def held_bytes(self) -> int:
+        """Bytes that count in the budget now."""
         return self._held_bytes
 
     def peek(self, number: int) -> LoadedChunk | None:
@@ -122,7 +123,7 @@ class ChunkCache:
             return chunk
         with self._lock:
             chunk = self._chunks.get(number)
-            if chunk is not None:
+            if chunk is not None:  # its load has ended since the peek
                 return chunk
             flight = self._flights.get(number)
             if flight is None:
@@ -135,6 +136,7 @@ class ChunkCache:
             return flight.result()
 
     def prefetch(self, number: int) -> None:
+        """Load a chunk in the background, unless it is here or in flight."""
         with self._lock:
             self._begin(number)
 
@@ -159,7 +161,7 @@ class ChunkCache:
                 self._drop(number)
 
     def advance(self, followed: OrderPrefetch, visit: int, index: int) -> None:
-        """A reader of the order is at an entry. No effect if another order is followed."""
+        """A reader of the order is at an entry. No effect if the cache follows another order."""
         with self._lock:
             if followed is self._order:
                 self._apply(*followed.advance(visit, index, self.budget_bytes))
@@ -167,7 +169,7 @@ class ChunkCache:
     def mark_read(
         self, followed: OrderPrefetch, visit: int, entries: npt.NDArray[np.int64]
     ) -> None:
-        """A reader of the order has read entries. No effect if another order is followed."""
+        """A reader of the order has read entries. No effect if the cache follows another order."""
         with self._lock:
             if followed is self._order:
                 self._apply(*followed.mark_read(visit, entries, self.budget_bytes))
@@ -186,6 +188,7 @@ class ChunkCache:
             self._drop(number)
 
     def charge(self, chunk: LoadedChunk, more_bytes: int) -> None:
+        """Count the bytes of decoded contents in the budget."""
         with self._lock:
             chunk.charged += more_bytes
             if chunk.is_counted:  # else the chunk was dropped, and a reader still holds it
@@ -226,7 +229,7 @@ class ChunkCache:
             self._uncount(chunk)
         elif (flight := self._flights.get(number)) is not None:
             flight.is_wanted = False
-            if flight.claim():
+            if flight.claim():  # no thread has begun to load it
                 del self._flights[number]
 
     def _load_claimed(self, number: int, flight: Flight[LoadedChunk]) -> LoadedChunk:

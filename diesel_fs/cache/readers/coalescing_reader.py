@@ -3,7 +3,8 @@ arrive.
 
 It serves a mount's prefetch worker, which *pushes* contents into the kernel's page cache and keeps
 none of them. The worker requests one list of entries at a time, a *unit*: the entries of one push.
-It may announce the next units.
+It may announce the next units. A *span* is a range of a chunk that is read in one piece
+(`fetching/coalesce.py`).
 
 From a fast store (a folder in the page cache) spans are read one after the other into one buffer.
 From a slow store several spans are read at once, and announced units are read ahead. From a store
@@ -44,6 +45,7 @@ class ExtentBatch(NamedTuple):
 
     entries: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
+    """The byte of its file at which each extent begins."""
     contents: Sequence[memoryview]
 
 
@@ -55,7 +57,8 @@ class BatchSource(Protocol):
         ...
 
     def prefetch(self, units: Sequence[npt.NDArray[np.uint32]], /) -> None:
-        """Announce the next calls of `batches`, the soonest first, to be read ahead."""
+        """Announce the lists that `batches` will probably be called with next, the soonest first,
+        to be read ahead."""
         ...
 
     def read_costs(
@@ -67,18 +70,20 @@ class BatchSource(Protocol):
 
     @property
     def is_slow(self) -> bool:
-        """True before the first read."""
+        """Whether a read takes so long that reading ahead helps. True before the first read."""
         ...
 
     def stats(self) -> dict[str, int]: ...
 
     def close(self) -> None:
-        """Repeatable."""
+        """Stop reading ahead. Repeatable."""
         ...
 
 
 @dataclass(slots=True)
 class _AnnouncedUnit:
+    """`is_begun`: whether all its spans are being read."""
+
     entries: frozenset[int]
     plan: ReadPlan
     is_begun: bool = False
@@ -94,11 +99,11 @@ class CoalescingReader:
             dict.fromkeys(("fetches", "fetched_bytes", "healed", "damaged", "lost"), 0)
         )
         self._fetcher = SpanFetcher(snapshot, objects, self._limits, self._counts)
-        self._units: dict[bytes, _AnnouncedUnit] = {}
+        self._units: dict[bytes, _AnnouncedUnit] = {}  # by the bytes of their entries
 
     def batches(self, entries: SomeEntries) -> Iterator[ExtentBatch]:
-        """As `BatchSource.batches`. A batch is sorted by chunk and offset. If a `ChunkReader` reads
-        from several nodes, each batch has contents from one of them.
+        """As `BatchSource.batches`; within a batch sorted by chunk and offset. If a `ChunkReader`
+        reads from several nodes, each batch has contents from one of them.
 
         Entries that are damaged or have lost their chunk are logged, counted and left out. Raises
         ObjectStoreError if the store fails.
@@ -112,11 +117,11 @@ class CoalescingReader:
             raise
 
     def _give_up_unannounced(self, plan: ReadPlan) -> None:
-        """Spans of announced units stay in flight, so that a second try reads only the spans that
-        have failed."""
+        """Give up the spans in flight of a read that failed. Spans of announced units stay, so that
+        a second try reads only the spans that have failed."""
         announced: set[Span] = set()
         for unit in self._units.values():
-            unit.is_begun = False
+            unit.is_begun = False  # spans that have failed are begun again
             announced.update(unit.plan.spans)
         for span in plan.spans:
             if span not in announced:
@@ -129,6 +134,7 @@ class CoalescingReader:
         for chunk, group in groupby(range(len(plan.spans)), lambda at: plan.spans[at][0]):
             numbers = list(group)
             if self._fetcher.reads_at_once and len(plan.spans) > numbers[0] + 1:
+                # Perhaps only now: the first reads show that a store is slow.
                 yield from self._read_at_once(plan, numbers[0])
                 return
             spans = plan.spans[numbers[0] : numbers[-1] + 1]
@@ -143,13 +149,13 @@ class CoalescingReader:
     def prefetch(self, units: Sequence[SomeEntries]) -> None:
         """As `BatchSource.prefetch`. Reads ahead if the store is slow or takes many reads in one
         request, up to `ReadLimits.ahead_bytes`. Gives up units of earlier calls that are not among
-        these. Beyond the limit it begins no unit, but keeps those under way: the order of several
-        streams' units changes from call to call."""
+        these. Beyond the limit it begins no unit, but keeps those that are under way: the order of
+        several streams' units changes from call to call."""
         if not (self.is_slow or self._fetcher.is_busy or self._fetcher.batches_reads):
             return
         before, self._units = self._units, {}
         ahead_bytes = 0
-        still_wanted: set[Span] = set()
+        still_wanted: set[Span] = set()  # by units that were not announced before
         for entries in units:
             key = entries.tobytes()
             unit = before.pop(key, None) or self._units.get(key)
@@ -172,7 +178,7 @@ class CoalescingReader:
         self._begin_units([unit for unit in self._units.values() if not unit.is_begun])
 
     def read_costs(self, units: Sequence[SomeEntries]) -> list[tuple[float, float]]:
-        """A chunk of unknown place counts as in the store."""
+        """As `BatchSource.read_costs`. A chunk of unknown place counts as in the store."""
         if not units:
             return []
         columns = self._snapshot.columns
@@ -196,8 +202,9 @@ class CoalescingReader:
     def _narrowed(
         self, entries: SomeEntries, before: Iterable[_AnnouncedUnit]
     ) -> _AnnouncedUnit | None:
-        """If `entries` are the rest of a unit of `before` that is under way, that unit with these
-        only. Its spans in flight are used, although they bring too much."""
+        """If `entries` are the rest of a unit of `before` that is under way (other readers have
+        read the others), that unit with these only. Its spans in flight are used, although they
+        bring too much."""
         wanted = frozenset(entries.tolist())
         for other in before:
             if wanted <= other.entries and self._is_under_way(other):
@@ -219,19 +226,20 @@ class CoalescingReader:
             unit.is_begun = begun >= 0
 
     def _read_at_once(self, plan: ReadPlan, first: int) -> Iterator[ExtentBatch]:
-        """Small spans are passed on in one batch: each batch costs the caller a fixed time."""
+        """Read from a slow store, from the span number `first` on. Small spans are passed on in one
+        batch, since each batch costs the caller a fixed time."""
         within = self._fetcher.within_flights(plan.spans[first:])
         self._fetcher.begin(
             [span for span in plan.spans[first:] if span not in within], are_due=True
         )
         arrived: Contents = {}
-        numbers: list[int] = []
+        numbers: list[int] = []  # of the spans in `arrived`
         size = 0
         for number, span in enumerate(plan.spans[first:], first):
             try:
                 if span in within:
                     arrived[span] = self._fetcher.read_within(span, within[span])
-                elif span not in arrived:
+                elif span not in arrived:  # else it occurs twice
                     arrived[span] = self._fetcher.read_kept(span)
             except ObjectMissing as error:
                 self._note_lost(error)
@@ -247,12 +255,14 @@ class CoalescingReader:
     def _kept_batches(
         self, plan: ReadPlan, numbers: Sequence[int], arrived: Contents
     ) -> Iterator[ExtentBatch]:
+        """The batches of spans that `read_kept` has returned."""
         for span in arrived:
             self._fetcher.give_up(span)
         yield from self._batches_of(plan, numbers, Arrived(arrived, is_checked=False))
 
     def _read_batched(self, plan: ReadPlan) -> Iterator[ExtentBatch]:
-        """A batch may have extents of several chunks."""
+        """Read from a store that takes many reads in one request; a batch may have extents of
+        several chunks."""
         numbers: dict[Span, list[int]] = {}
         for number, span in enumerate(plan.spans):
             numbers.setdefault(span, []).append(number)
@@ -261,7 +271,7 @@ class CoalescingReader:
         if len(requests) > 1:
             self._fetcher.begin([span for some in requests for span in some], are_due=True)
         for spans in requests:
-            left = dict.fromkeys(spans)
+            left = dict.fromkeys(spans)  # those that have not arrived
             try:
                 for some in self._fetcher.arriving(spans):
                     here = [span for span in some.contents if span in left]
@@ -353,4 +363,5 @@ class CoalescingReader:
 
 
 def _joined(numbers: Mapping[Span, Sequence[int]], spans: Iterable[Span]) -> list[int]:
+    """The numbers of these spans, ascending."""
     return sorted(number for span in spans for number in numbers[span])

@@ -58,7 +58,8 @@ class ColumnReader:
         self._check = check
 
     def contents(self, wanted: Column, bytes_max: int) -> Iterator[list[memoryview]]:
-        """One list for each request, of at most `bytes_max` stored bytes."""
+        """One list for each request, of at most `bytes_max` stored bytes. One request is under way
+        ahead."""
         batches = self._batches(wanted, bytes_max)
         following = next(batches, None)
         while following is not None:
@@ -66,6 +67,7 @@ class ColumnReader:
             yield self._checked_batch(batch)
 
     def _batches(self, wanted: Column, bytes_max: int) -> Iterator[_ColumnBatch]:
+        """A request begins when its batch is yielded."""
         columns = self._snapshot.columns
         bytes_max = min(BATCH_BYTES_MAX, max(bytes_max, 1))
         start = 0
@@ -91,7 +93,7 @@ class ColumnReader:
 
     def _checked_batch(self, batch: _ColumnBatch) -> list[memoryview]:
         rows, places, reading = batch
-        if reading is None:
+        if reading is None:  # no file with content, or only large ones
             return list(map(self._read, rows.tolist()))
         at = rows if places is None else rows[places]
         expected: list[int] = self._snapshot.columns.checksum.take(at).tolist()
@@ -99,7 +101,7 @@ class ColumnReader:
         wrong: list[int] = []
         fetched = 0
         try:
-            for group in reading:  # the next groups are on their way meanwhile
+            for group in reading:  # a group is checked while the next ones are on their way
                 contents = group.contents
                 if not group.is_checked:
                     fetched += sum(map(len, contents))
@@ -125,8 +127,9 @@ class ColumnReader:
     def _mended_batch(
         self, rows: Column, places: Column | None, stored: list[memoryview], wrong: list[int]
     ) -> list[memoryview]:
-        """Some files of the batch are damaged or not plain. `stored` has the stored bytes of the
-        files at `places` (None: of all); those at the positions `wrong` are damaged."""
+        """The contents of a batch with files that are damaged or not plain. `stored` has the stored
+        bytes of the files at `places` (None: of all); those at the positions `wrong` are
+        damaged."""
         at = np.arange(len(rows)) if places is None else places
         flags = self._snapshot.columns.flags[rows[at]]
         is_packed = flags & layout.EXTENT_BITS != layout.PLAIN_FILE
@@ -134,7 +137,7 @@ class ColumnReader:
         found: dict[int, memoryview] = {}
         for number, (place, content) in enumerate(zip(at.tolist(), stored, strict=True)):
             found[place] = content
-            if number in to_decode:
+            if number in to_decode:  # it is compressed, or damaged
                 index = int(rows[place])
                 [extent] = self._snapshot.extents(index)
                 found[place] = self._check(index, extent, content)

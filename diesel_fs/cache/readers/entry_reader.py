@@ -1,8 +1,8 @@
 """Reads the contents of a dataset's files, checked, for the Python API and a mount's server.
 
-For each miss, `EntryReader` decides whether to read the whole chunk (some 4 MiB), which it then
-keeps in memory (`chunk_cache.py`), or only the entry. An entry is checked before it is first
-returned; after a mismatch it is read once more, past all caches (`fetching/chunk_source.py`).
+For each miss, `EntryReader` decides whether to read the whole chunk (some 4 MiB) or only the entry.
+It keeps whole chunks in memory (`chunk_cache.py`). An entry is checked before it is first returned;
+after a mismatch it is read once more, past all caches (`fetching/chunk_source.py`).
 
 Thread-safe. After a fork the child may go on reading.
 """
@@ -38,9 +38,9 @@ CHECKED_AT_ONCE_BYTES = 256 << 10
 """`read_nowait` checks and decodes entries up to this size itself. That takes 0.03 ms, with lz4 up
 to 0.2 ms; handing the read to a thread costs 0.3 ms."""
 
-_PREFETCH_CHUNKS = 16
-_READ_ON_BYTES = 16 << 20
-_LARGE_FILES_MAX = 1024
+_PREFETCH_CHUNKS = 16  # loads that are begun ahead of a reader
+_READ_ON_BYTES = 16 << 20  # loaded ahead of a reader that reads a large file sequentially
+_LARGE_FILES_MAX = 1024  # files in `_next_extents`, which is then cleared
 _EMPTY = memoryview(b"")
 
 
@@ -68,7 +68,7 @@ class EntryReader:
         self._windows = WindowPlanner(snapshot, self._cache, self._is_pinned)
         self._prefers_entries = prefer_entries and not self._everything_fits
         self._ahead_chunks = 1
-        self._passed = -1
+        self._passed = -1  # the chunk that `_note_passed` drops next
         self._counts: Counter[str] = Counter()
         self._source = ChunkSource(snapshot, objects, self._counts)
         self._chunks = self._reads.chunk_reader(snapshot.identity, snapshot.version)
@@ -84,9 +84,10 @@ class EntryReader:
             smallest = int(snapshot.chunk_sizes.min(initial=1 << 31))
             self._single_bytes_max = smallest // WHOLE_CHUNK_FRACTION
         self._last_miss = (-1, -1)  # chunk and end of the entry: shows sequential reads
+        # Chunk, offset and content of the last entry that was read alone
         self._single: tuple[int, int, memoryview] = (-1, -1, _EMPTY)
         self._single_lock = threading.Lock()
-        self._next_extents: dict[int, int] = {}
+        self._next_extents: dict[int, int] = {}  # by file: where a sequential reader goes on
 
     @property
     def _everything_fits(self) -> bool:
@@ -103,7 +104,7 @@ class EntryReader:
         end = total if size is None else min(offset + size, total)
         if offset >= end:
             return _EMPTY
-        followed, visit = self._cache.order, -1
+        followed, visit = self._cache.order, -1  # see `order_prefetch.py`
         if followed is not None and (visit := followed.visit_of(index)) >= 0:
             self._cache.advance(followed, visit, index)
         pieces = []
@@ -117,8 +118,8 @@ class EntryReader:
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def read_plain(self, index: int, plain: PlainExtent) -> Bytes:
-        """As `read`, with little work for a small file that a task's cache has in memory. The file
-        is one plain extent (uncompressed, in one chunk)."""
+        """As `read`, for a file that is one plain extent (uncompressed, in one chunk), but with
+        little work for a small file that a task's cache has in memory."""
         chunk, start, size, checksum = plain
         chunks = self._chunks
         if chunks is None or size >= self._single_bytes_max or self._last_miss == (chunk, start):
@@ -127,7 +128,7 @@ class EntryReader:
         try:
             content, is_checked = chunks.read_part(chunk, start, size)
         except DieselError:
-            return self.read(index)
+            return self.read(index)  # it raises the error for the file
         self._counts["misses"] += 1
         if is_checked or xxh3_64_intdigest(content) == checksum:
             return content
@@ -180,7 +181,8 @@ class EntryReader:
             yield from self._read_window(window)
 
     def _contents_here(self, wanted: Column) -> list[memoryview] | None:
-        """The contents, if all these files were checked before and have their chunks in memory."""
+        """The contents, if all these files were checked before and have their chunks in memory.
+        Does hardly any work for each file."""
         columns = self.snapshot.columns
         stored = columns.stored.take(wanted)
         kinds = columns.flags.take(wanted) & EXTENT_BITS
@@ -208,8 +210,8 @@ class EntryReader:
         `ends` has the position behind each group.
 
         Reads in this order then load each chunk once for a group; other reads go on as before. If
-        the dataset fits the memory, nothing changes. Raises UsageError if the chunks of one group
-        do not fit; with `grow`, the memory grows to the size of two groups.
+        the whole dataset fits the memory, nothing changes. Raises UsageError if the chunks of one
+        group do not fit; with `grow`, the memory grows to the size of two groups.
         """
         if self._everything_fits:
             return
@@ -229,6 +231,7 @@ class EntryReader:
             self._cache.set_order(followed)
 
     def stats(self) -> dict[str, int]:
+        """Counts since the reader was made, and the memory that it holds and may hold."""
         counts = {shown_as: self._counts[name] for name, shown_as in _COUNTS.items()}
         counts["memory_bytes"] = self._cache.held_bytes
         counts["memory_budget_bytes"] = self._cache.budget_bytes
@@ -255,7 +258,7 @@ class EntryReader:
         if in_batches:
             rows = np.array(list(single), np.int64)
             singles = chain.from_iterable(self._column_contents(rows))
-        # A followed order loads ahead by itself, and pinned chunks need no load
+        # A followed order loads ahead by itself, and pinned chunks need no load.
         ahead = (each for each in (whole if followed is None else ()) if not self._is_pinned(each))
         for number in islice(ahead, _PREFETCH_CHUNKS):
             self._cache.prefetch(number)
@@ -333,19 +336,20 @@ class EntryReader:
         content = self._check(
             index, extent, self._source.read(extent.chunk, extent.offset, extent.stored), None
         )
-        with self._single_lock:  # a reader returns for the rest of a large entry
+        with self._single_lock:  # kept, since a reader returns for the rest of a large entry
             self._single = (extent.chunk, extent.offset, content)
         return content
 
     def _read_ahead(self, number: int) -> None:
-        """Load twice as many further chunks after each miss."""
+        """Load the next chunks as well, twice as many after each miss."""
         sizes = self.snapshot.chunk_sizes
         self._ahead_chunks = ahead = min(2 * self._ahead_chunks, _PREFETCH_CHUNKS, len(sizes))
         following = ((number + step) % len(sizes) for step in range(1, ahead + 1))
         self._cache.prefetch_what_fits({each: int(sizes[each]) for each in following})
 
     def _read_on(self, index: int, extent: Extent) -> None:
-        """If a file of several extents is read sequentially, load its next chunks ahead."""
+        """If a file of several extents is read sequentially, load the chunks of its next extents
+        ahead."""
         end = extent.start + extent.size
         expected = self._next_extents.pop(index, 0)
         if end == self.snapshot.size(index) or self._cache.order is not None:
@@ -369,6 +373,7 @@ class EntryReader:
                 self._cache.drop(before)
 
     def _in_memory(self, extent: Extent) -> memoryview | None:
+        """The content if it is in memory and costs little to check."""
         chunk = self._cache.peek(extent.chunk)
         if chunk is None:
             number, offset, content = self._single
@@ -403,8 +408,8 @@ class EntryReader:
         return content
 
     def _worth_whole(self, index: int, extent: Extent) -> bool:
-        """For a file of the followed order, the order decides. Another entry that begins at the end
-        of the last miss shows a sequential reader."""
+        """Whether a miss should load the whole chunk. For a file of the followed order, the order
+        decides. Another entry that begins at the end of the last miss shows a sequential reader."""
         followed = self._cache.order
         if followed is not None and followed.holds(index):
             visit = followed.visit_of(index)
@@ -422,8 +427,8 @@ class EntryReader:
     def _check(
         self, index: int, extent: Extent, raw: memoryview, chunk: LoadedChunk | None
     ) -> memoryview:
-        """After a mismatch the bytes are read again, once. `chunk`: the chunk in memory that `raw`
-        is part of."""
+        """Check and decode the stored bytes `raw` of an extent. After a mismatch they are read
+        again, once. `chunk`: the chunk in memory that `raw` is part of."""
         try:
             content = _decoded(raw, extent)
         except CorruptError:
@@ -461,7 +466,7 @@ class EntryReader:
         self._counts["fetched_bytes"] += size
         try:
             self._check_preamble(number, view)
-        except ForeignError:  # another chunk, or damaged on its way
+        except ForeignError:  # another chunk, or damaged on its way: read it past all caches
             self._reads.read_uncached(self._source.name(number), 0, view[:PREAMBLE_BYTES])
             self._check_preamble(number, view)
         self._single_bytes_max = 0  # the next file may be in this chunk
@@ -477,11 +482,11 @@ class EntryReader:
         except ForeignError:
             raise
         except CorruptError:
-            self._counts["damaged_preambles"] += 1  # the entries have checksums
+            self._counts["damaged_preambles"] += 1  # the entries have their own checksums
 
 
 def _decoded(stored: memoryview, extent: Extent) -> memoryview:
-    """Raises CorruptError."""
+    """Reports its time to the observer of waits. Raises CorruptError."""
     observer = current_observer()
     if observer is None:
         return decode(stored, extent.codec, extent.size, extent.checksum)

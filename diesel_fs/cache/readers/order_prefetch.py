@@ -1,10 +1,10 @@
 """Decides which chunks to hold in memory while a reader follows a known order of groups of chunks.
 
 In a chunk-wise shuffled order (`orders/shuffle.py`) the files of a group of chunks are shuffled
-among themselves, so a reader needs all chunks of its group in memory. Such a chunk is held until
-its last file of the group has been read. Chunks of the next group are loaded ahead as far as there
-is room; so at most two groups are in memory. Files left unread are given up once the reader is well
-within the next group.
+among themselves, so a reader needs all chunks of its group in memory. A chunk of the group that is
+being read is held until its last file of that group has been read. Chunks of the next group are
+loaded ahead as far as there is room; so at most two groups are in memory. Files that a reader has
+left unread are given up once it is well within the next group.
 
 A *visit* is the use of a chunk by one group; a chunk that several groups want has several visits.
 If a group wants too little of a chunk to read it whole, the chunk has no visit there, and its files
@@ -69,7 +69,7 @@ class OrderPrefetch:
         number[stored == 0] = -1
         kept = first[by_first_use][whole]
 
-        self._visit_of = np.full(len(snapshot), -1, np.int32)
+        self._visit_of = np.full(len(snapshot), -1, np.int32)  # of each entry
         self._visit_of[order] = number
         self._group_of_entry = np.full(len(snapshot), -1, np.int32)
         self._group_of_entry[order] = group
@@ -84,7 +84,7 @@ class OrderPrefetch:
         self._wanted: list[int] = reads[whole].astype(np.int64).tolist()
         self._left = self._wanted.copy()
         with_visit = np.flatnonzero(number >= 0)
-        self.first = int(order[with_visit[0]]) if len(with_visit) else -1
+        self.first = int(order[with_visit[0]]) if len(with_visit) else -1  # the first with a visit
 
         per_group = np.bincount(group[kept], weights=sizes[whole], minlength=len(ends))
         pairs = per_group.copy()
@@ -93,19 +93,20 @@ class OrderPrefetch:
         self.two_groups_bytes_max = int(pairs.max(initial=0))
         # One chunk less than two groups: a reader still holds the chunk that it has just finished
         self._chunks_max = max(2 * int(np.bincount(group[kept]).max(initial=0)) - 1, 1)
-        self._now = 0
+        self._now = 0  # the group that is being read
         self._oldest = 0  # chunks of this group and later ones may be held
-        self._reads_behind = 0
-        self._next = 0
+        self._reads_behind = 0  # in a row
+        self._next = 0  # the first visit that has not been looked at for loading ahead
         self._held: dict[int, int] = {}  # visits by chunk: loaded or in flight
         self._held_bytes = 0
 
     def holds(self, index: int) -> bool:
+        """Whether an entry is in the order."""
         return bool(self._group_of_entry[index] >= 0)
 
     def visit_of(self, index: int) -> int:
-        """The visit of an entry; -1 if the entry is to be read alone: it was read before, or its
-        group was given up."""
+        """The visit that an entry belongs to; -1 if it is to be read alone, as are entries that
+        were read before, or are in a group that was given up."""
         group = int(self._group_of_entry[index])
         self._reads_behind += 0 <= group < self._oldest
         if not self._begins_anew(index, group) and (group < self._oldest or self._read[index]):
@@ -131,9 +132,9 @@ class OrderPrefetch:
         return np.where(self._read[indices], -1, visits)
 
     def advance(self, visit: int, index: int, budget_bytes: int) -> tuple[list[int], list[int]]:
-        """The reader is at an entry. Returns the chunks to drop, and those to load ahead within
-        `budget_bytes`. If the reader is at the first entry again, or has gone back, the epoch
-        begins anew."""
+        """The reader is at an entry. Returns the chunks to drop now, and the chunks to load ahead
+        within `budget_bytes`. If the reader is at the first entry again, or has gone back, the
+        epoch begins anew."""
         group, dropped = self._group[visit], []
         if self._begins_anew(index, group):
             self._read[:] = False
@@ -161,7 +162,8 @@ class OrderPrefetch:
     def mark_read(
         self, visit: int, entries: _Column, budget_bytes: int
     ) -> tuple[list[int], list[int]]:
-        """Returns the same as `advance`. An entry that is read twice counts once."""
+        """The reader has read entries of a visit. Returns the same as `advance`. An entry that is
+        read twice counts once."""
         fresh = np.unique(entries[~self._read[entries]])
         self._read[fresh] = True
         self._left[visit] -= len(fresh)

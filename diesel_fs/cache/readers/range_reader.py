@@ -1,9 +1,9 @@
 """Answers read requests to a server: many parts of chunks, from few reads of the store.
 
-Near parts are merged into one read, a *run* (`fetching/coalesce.py`). Parts that several requests
-want at the same moment are read once (`fetching/flights.py`), and chunks of the server's cache tier
-(`tiers.py`) are read from there. The reader also bounds the memory that answers take until they
-have been sent.
+Parts that lie near each other are merged into one read, a *run* (`fetching/coalesce.py`). Parts
+that several requests want at the same moment are read once (`fetching/flights.py`). Chunks that the
+server's cache tier (`tiers.py`) has are read from there. The reader also bounds the memory that
+answers take until they have been sent.
 
 Bytes go out as they lie in the chunks: the client checks each entry against its checksum, and
 repeats the request with `fresh` after a mismatch. Safe from any thread.
@@ -73,11 +73,13 @@ class _Answer:
         return self.room[start : start + size]
 
     def copy(self, parts: Sequence[ChunkPart], content: memoryview, content_start: int) -> None:
+        """Copy parts out of the bytes of their chunk that begin at `content_start`."""
         for start, size, place in parts:
             start -= content_start
             self.at(place, size)[:] = content[start : start + size]
 
     def pieces(self) -> list[memoryview]:
+        """The answer in the order of the request, in as few pieces as possible."""
         found, done, room = [], 0, self.room.toreadonly()
         for place in sorted(self.views):
             start = self._starts[place]
@@ -159,6 +161,7 @@ class RangeReader:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _from_tier(self, held: CacheHandle, wanted: list[ChunkPart], answer: _Answer) -> bool:
+        """Returns False if the tier cannot read the parts."""
         try:
             if (content := held.view(0, held.bytes)) is not None:
                 if max(start + size for start, size, _ in wanted) > held.bytes:
@@ -181,7 +184,7 @@ class RangeReader:
         *,
         fresh: bool,
     ) -> None:
-        if len(runs) == 1:
+        if len(runs) == 1:  # as nearly always for small requests: this thread reads
             self._read_run(*runs[0], answer, until_s, fresh=fresh)
             return
         error = self._read_all(runs, answer, until_s, fresh=fresh)
@@ -199,8 +202,8 @@ class RangeReader:
         *,
         fresh: bool,
     ) -> BaseException | None:
-        """Returns the first error, or None, only when all reads have ended, since they write into
-        the answer."""
+        """Returns the first error, or None, and only when all reads have ended, since they write
+        into the answer."""
         begun: set[Future[None]] = set()
         error: BaseException | None = None
         for key, run in runs:
@@ -273,7 +276,8 @@ class RangeReader:
     def _fill(
         self, run: MergedRange, answer: _Answer, read: Callable[[int, memoryview], None]
     ) -> memoryview:
-        """If the run's first part is the whole run, the bytes are read straight into the answer."""
+        """Returns all bytes of the run. If the run's first part is the whole run, the bytes are
+        read straight into the answer."""
         _, size, place = run.parts[0]
         if size == run.end - run.start:
             content = answer.at(place, size)

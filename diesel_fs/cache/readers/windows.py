@@ -1,5 +1,5 @@
-"""Cuts the files that `EntryReader.read_many` will return into windows, and decides which chunks to
-read whole. Changes nothing in the cache of chunks.
+"""Cuts the files that `EntryReader.read_many` will return into windows, and decides for each window
+which chunks to read whole. Changes nothing in the cache of chunks.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from .order_prefetch import WHOLE_CHUNK_FRACTION, OrderPrefetch
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The files that `read_many` returns next.
+    """Files that `read_many` returns next, and the chunks to read whole for them.
 
     `chunks` has the chunk of each file, -1 for a file that is to be read alone. The keys of `whole`
     are the chunks to read whole, in order of first use.
@@ -46,10 +46,12 @@ class WindowPlanner:
 
     @property
     def everything_fits(self) -> bool:
+        """Whether all chunks of the dataset fit the memory together."""
         return self._total_bytes <= self._cache.budget_bytes
 
     def next(self, wanted: Column) -> Window:
-        """The files belong to one group of the followed order, or to no group."""
+        """The first files of `wanted` that belong to one group of the followed order, or to no
+        group."""
         followed = self._cache.order
         if followed is None:
             return self._window(wanted)
@@ -59,7 +61,7 @@ class WindowPlanner:
         return self._window(wanted) if groups[0] < 0 else self._followed_window(followed, wanted)
 
     def _window(self, wanted: Column) -> Window:
-        """The first files whose chunks fit the memory together, at least one."""
+        """The first files of `wanted` whose chunks fit the memory together, at least one."""
         chunks, stored = self._plain_chunks(wanted)
         entries, budget_bytes = len(wanted), self._cache.budget_bytes
         while True:
@@ -83,7 +85,7 @@ class WindowPlanner:
         return Window(wanted, chunks, whole, followed, closing)
 
     def _plain_chunks(self, wanted: Column) -> tuple[Column, Column]:
-        """The chunk of each file, -1 unless it is one uncompressed extent; and its stored bytes."""
+        """The chunk of each file that is one uncompressed extent, else -1; and its stored bytes."""
         columns = self._snapshot.columns
         flags = columns.flags[wanted]
         stored = columns.stored[wanted].astype(np.int64)

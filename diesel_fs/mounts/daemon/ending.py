@@ -32,8 +32,9 @@ NEXT_READ_S = 0.02
 """In a native mount, the longest time between two READ requests of one read(2)."""
 
 UNMOUNT_SIGNAL = signal.SIGUSR1
-"""A SIGTERM from another process unmounts as well, but does not count as the first of two signals:
-that process may have signalled the supervisor, too."""
+"""The supervisor sends it once to unmount, and twice to end at once. A SIGTERM from another process
+unmounts as well, but does not count as one of the two: that process may have signalled the
+supervisor, too."""
 
 ORPHANED_SIGNAL = signal.SIGUSR2
 """The kernel sends it when the supervisor was killed. The server then aborts the connection, since
@@ -46,6 +47,7 @@ class MountEnd:
         self.device = found.device if found else ""
         """The device number of the connection; empty if the mount has ended already."""
         self.is_ready = False
+        """Whether the mount was reported as ready."""
         self._mountpoint = mountpoint
         self._session = session
         self._vfs = vfs

@@ -43,6 +43,7 @@ MEASURED_FILE_BYTES_MAX = 1 << 20
 log."""
 
 LOOK_S = 0.05
+"""The least time between two reports to the logs."""
 
 
 class OrderLogFeed:
@@ -64,7 +65,7 @@ class OrderLogFeed:
         self._is_worthwhile: bool | None = None  # None: not decided yet
         self._measuring = ThreadPoolExecutor(1, "disk-speed")
         self._looked_s = 0.0
-        self._plans: dict[str, LogPlan] = {}
+        self._plans: dict[str, LogPlan] = {}  # by stream
         self._late: deque[Entries] = deque(maxlen=LATE_MAX)
 
     @property
@@ -106,6 +107,7 @@ class OrderLogFeed:
     def _make_logs(
         self, planner: PrefetchPlanner, addresses: LogAddresses, reading: list[StreamReading]
     ) -> bool:
+        """Returns whether there are logs now."""
         request = self._request
         is_wanted = request.task_options.cache_layout == "order"
         if not is_wanted and any(each.current is not None for each in reading):
@@ -154,7 +156,7 @@ class OrderLogFeed:
         self._late.extend(np.split(entries, range(LATE_ENTRIES, len(entries), LATE_ENTRIES)))
 
     def read_late(self) -> bool:
-        """Read one list of late files. Returns whether there was one."""
+        """Read a list of late files, so that the logs get them. Returns whether there was one."""
         if self._logs is None:
             return False
         if not self._late:

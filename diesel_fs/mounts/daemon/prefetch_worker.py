@@ -5,21 +5,25 @@ the planner (`prefetch/planner.py`), asks it for a decision and carries the deci
 (`prefetch/pages/page_cache.py`).
 
 The worker is a process of its own because each of its steps may wait: for the store, for the
-server, or for the lock of a page that a READ in progress holds.
+server, or for the lock of a page that a READ in progress holds. If it dies, the mount goes on
+without pushing.
 
 Rules of concurrency:
 
-- One thread runs the loop. It alone uses the planner, the page cache and the link.
+- One thread runs the loop. It alone uses the planner, the page cache and the link. It handles a
+  message as a whole, and carries a decision out and reports the result before it asks for the next
+  decision.
 - In one turn the loop reads all messages and opens, then does one piece of work, usually one
   decision. After a switch to another version, it first notifies the kernel of changed names and
-  contents, and pushes nothing. Then it takes over pages of the version before, with one decision
-  between two pieces if readers follow a plan.
+  contents (`versions/invalidation.py`), and pushes nothing. Then it takes over pages of the version
+  before, with one decision between two pieces if readers follow a plan.
 - A push from a slow store waits for its contents in the thread "contents". Meanwhile the loop's
   thread answers requests of the control socket, which may overtake misses and forgotten files. So
   changes of plans, and opens, may come between a decision and its report. Everything else waits for
   the end of the push (`_later`): a switch never happens during a decision.
-- Other threads read the store ahead, write order logs and send plans to the task's master. A
-  process of its own drops pages. None of them uses the planner.
+- Other threads read the store ahead (`cache/readers/coalescing_reader.py`), write order logs and
+  send plans to the task's master. A process of its own drops pages, in the order of the calls
+  (`prefetch/pages/advice_process.py`). None of them uses the planner.
 """
 
 import gc
@@ -72,18 +76,21 @@ from .taken_over_pages import TakenOverPages
 log = logging.getLogger("diesel.mount")
 
 STATS_INTERVAL_S = 0.25
+"""The least time between two reports to the server."""
 
 IDLE_S_MAX = 5.0
+"""The loop's longest wait."""
 
 UNITS_AHEAD = 16
 """Pushes that are fetched ahead if the store is slow: 4 MiB each, as far as memory allows."""
 
 MISSES_MAX = 512
-"""If a message has more misses, an even sample of them is used. Each is looked up in every stream,
-and a flood of misses must not delay planned pushes."""
+"""If a message has more misses (READs that reached the mount), an even sample of them is used. Each
+is looked up in every stream, and a flood of misses must not delay planned pushes."""
 
 UNITS_SOON = 12
-"""How many of each stream's next units are marked: the server holds READs of their files."""
+"""How many of each stream's next units (files of one push) are marked: the server holds READs of
+their files."""
 
 ANSWER_S = 0.2
 """The time between two looks for requests while a push waits for its contents."""
@@ -97,6 +104,7 @@ after this time, or a tenth of the time in which a reader comes to the end of th
 at ten opens costs hardly more than at one."""
 
 BEGIN_DEADLINE_S = 10.0
+"""How long to wait for the first message, which comes right after the descriptors."""
 
 
 def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket.socket) -> int:
@@ -113,7 +121,7 @@ def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket
             return 0
         name = begin["device"]
         content = None
-        if "content_node" in begin:
+        if "content_node" in begin:  # a native mount
             raise_descriptor_limit()  # each file that is watched is open
             content = ContentTarget.open(files.pop(), _int_field(begin, "content_node"))
         push_bytes = _int_field(begin, "push_bytes")
@@ -177,9 +185,9 @@ class PrefetchWorker:
         self._push_bytes = push_bytes
         self._content = content
         self._failed = 0  # pushes
-        self._invalidations: deque[Iterator[None]] = deque()
+        self._invalidations: deque[Iterator[None]] = deque()  # to be sent to the kernel
         self._taken_over: TakenOverPages | None = None  # until all pages are taken over
-        self._stats_changed = True
+        self._stats_changed = True  # since the statistics were last sent
         self._stats_sent_s = 0.0
         self._plan_sender: PlanSender | None = None  # to the task's master
         self._mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
@@ -225,7 +233,7 @@ class PrefetchWorker:
     def run(self, device: str, early: Sequence[Message] = ()) -> None:
         """Works until the mount is unmounted, or the server sends "end". `early` are messages that
         have arrived already. Raises EOFError if the server has ended."""
-        self._server.watch(self._mountinfo, select.POLLPRI)
+        self._server.watch(self._mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
         presence = MountPresence(device)
         presence.is_mounted()  # so that it knows the tree of a native mount
         wait_s = quiet_s = 0.0
@@ -256,7 +264,7 @@ class PrefetchWorker:
                 wait_s = self._invalidate_some()
             elif self._taken_over is not None:
                 if self._planner.views.has_streams:
-                    self._act(now_s)
+                    self._act(now_s)  # readers of a plan do not wait
                 wait_s = 0.0
                 if self._taken_over.some():
                     self._stats_changed = True
@@ -329,7 +337,7 @@ class PrefetchWorker:
         old_content = self._content
         if old_content is not None:  # the new version may have another content file
             self._content = ContentTarget.open(files.pop(), _int_field(message, "content_node"))
-        for descriptor in files:
+        for descriptor in files:  # all are mapped
             os.close(descriptor)
         self._server.watch_no_more(old_page_cache.opens.descriptor)
         old_page_cache.retire()
@@ -355,6 +363,7 @@ class PrefetchWorker:
         self._invalidations.append(self._finish_switch(message["id"]))
 
     def _finish_switch(self, message_id: Value) -> Iterator[None]:
+        """Answer the server, after all invalidations of the switch."""
         self._server.send({"id": message_id})
         self._stats_changed = True
         gc.collect()  # the old version has reference cycles, and its snapshot would stay mapped
@@ -366,6 +375,7 @@ class PrefetchWorker:
             taken_over.close()
 
     def _invalidate_some(self) -> float:
+        """Returns the seconds to wait after it."""
         try:
             next(self._invalidations[0])
         except StopIteration:
@@ -406,7 +416,8 @@ class PrefetchWorker:
         return self._feed.batches.read_costs(units)
 
     def _are_whole(self, entries: Sequence[int]) -> list[bool]:
-        """A file of which READs have failed loses its pages, and does not count."""
+        """Whether each of these files has all its pages in the page cache. A file of which READs
+        have failed loses its pages, and does not count."""
         found = []
         cache, reads_failed = self._page_cache, self._push_status.reads_failed
         for entry in entries:
@@ -454,7 +465,8 @@ class PrefetchWorker:
         self._planner.memory.set_known_entries(self._page_cache.known_entries)
 
     def _mark_soon(self, first: list[Entries] | None, *, is_pushing: bool = False) -> None:
-        """None: nothing is pushed next."""
+        """The server holds READs of these entries and the next units. None: nothing is pushed
+        next."""
         if first is None:
             self._push_status.clear_soon()
             return
@@ -488,6 +500,7 @@ class PrefetchWorker:
             yield batch
 
     def _answer_requests(self) -> None:
+        """All messages but requests of the control socket wait for the end of the push."""
         for message in self._server.messages(0.0):
             is_next = all(each.get("do") in REPORTS for each in self._later)
             if is_next and message.get("do") in REQUESTS:
@@ -543,6 +556,7 @@ def _is_of_one_chunk(snapshot: Snapshot, entries: Entries) -> bool:
 
 
 def _folders_of(message: Message) -> dict[int, list[bytes]]:
+    """The names in a message, by the node of their folder."""
     nodes, names = message["nodes"], message["names"]
     assert isinstance(nodes, list)
     assert isinstance(names, list)

@@ -60,12 +60,14 @@ from .session_choice import ServedMount, SessionChoice
 log = logging.getLogger("diesel.mount")
 
 LEASE_DEADLINE_S = 2.0
-"""The lease keeps a purge from removing the version's chunks; a purge also has a period of
-grace."""
+"""How long a mount waits for its lease before it is ready. The lease keeps a purge from removing
+the version's chunks; a purge also has a period of grace."""
 
 WORKER_HELLO_DEADLINE_S = 2.0
+"""How long a mount waits for the worker's first message before it is ready."""
 
 BEAT_S = 1.0
+"""The interval of heartbeats to the supervisor."""
 
 TASK_STATS_S = 1.0
 """The greatest age of the task's statistics in `.diesel/stats`."""
@@ -74,6 +76,7 @@ RELEASE_S = 0.3
 """How long the process waits at its end for its readers: a read may wait for a dead store."""
 
 READY = b"ready"
+"""The line to the supervisor when the mount is ready."""
 
 CONNECTED = b"connected "
 """Begins the line with the device number of a connection that has no mount yet."""
@@ -126,6 +129,7 @@ class _ReportHandler(logging.Handler):
 
 @contextmanager
 def _task_warnings_reported(report: Report) -> Iterator[None]:
+    """Warnings of the task's cache become warnings of the mount."""
     handler, task = _ReportHandler(report), logging.getLogger("diesel.task")
     task.addHandler(handler)
     try:
@@ -176,7 +180,7 @@ class _Server:
         self._leases = VersionLeases(request, source)
         self._leased = trio.Event()
         self._task_stats: dict[str, object] = {}
-        readers = ReaderProcesses(os.getppid())
+        readers = ReaderProcesses(os.getppid())  # the supervisor's
         self._waits = Waits(readers.group_of)
         readers.on_found = self._waits.regroup
 
@@ -296,7 +300,7 @@ class _Server:
                 if isinstance(session, NativeSession):
                     begin["content_node"] = session.content_node
                     descriptors += [self._mount.image_file, session.private_mount]
-                share_logs(self._mount.reader, shared)
+                share_logs(self._mount.reader, shared)  # order logs
                 self._link.start_worker(begin, descriptors)
                 if self._mount.watcher is not None:
                     self._mount.watcher.attach_worker(shared)
@@ -325,7 +329,7 @@ class _Server:
         """Stops everything that keeps the mount busy, or would send something to the kernel."""
         if self._mount.watcher is not None:
             self._mount.watcher.stop()
-        self._link.send({"do": "end"})
+        self._link.send({"do": "end"})  # the worker keeps the mount busy, too
 
     def _close(self) -> None:
         self._mount.session.close()

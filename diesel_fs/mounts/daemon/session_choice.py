@@ -35,6 +35,7 @@ from ..versions.watcher import VersionWatcher
 log = logging.getLogger("diesel.mount")
 
 SESSIONS = (NativeSession.name, KernelSession.name, "pyfuse3")
+"""The best first, as `--session auto` tries them."""
 
 RETIRED_DIVISOR = 4
 """The part of the server's memory for all retired versions of a mount that follows its dataset."""

@@ -19,6 +19,7 @@ killed, the kernel kills the worker and signals the server, which then aborts th
 Concurrency: one thread, one loop over poll(2), no locks. With `--metrics` another thread serves
 the metrics; it starts after both forks, and shares no state with the loop.
 
+- The loop handles each event completely before the next poll, so the methods never interleave.
 - Server, worker and kernel run on meanwhile, so a fact may be outdated when it is used. Two facts
   are safe: a child's process ID stays its own until `waitpid`, which only this loop calls; and the
   open abort file belongs to this connection even if its device number is used again.
@@ -61,10 +62,12 @@ WATCHDOG_S = 20.0
 time it is stopped or broken, or the machine has no memory left."""
 
 LARGE_BYTES = 4 << 20
-"""Pieces of memory of at least this size return to the kernel when they are freed. By default glibc
-keeps freed pieces of up to 32 MiB: 24 MB after reading the snapshot of 1.28 million entries."""
+"""Pieces of memory of at least this size return to the kernel when they are freed. Columns of
+datasets with a million entries are larger. By default glibc keeps freed pieces of up to 32 MiB: 24
+MB after reading the snapshot of 1.28 million entries."""
 
 CHECK_INTERVAL_S = 0.5
+"""The longest time between two checks of the children."""
 
 STUCK_S = 0.45
 """If a killed process has not ended after this time, the connection is aborted: the process may
@@ -90,7 +93,7 @@ def main(
 
     In the background it reports on stdout, one JSON object a line: first its process ID, then its
     steps and warnings, and at last that it is ready or why it failed. The mount point is an
-    argument only so that `ps` shows it.
+    argument only so that `ps` shows it. Tests pass another `source`, and other times.
     """
     open_buckets_directly()
     syscalls.map_large_allocations(LARGE_BYTES)
@@ -200,7 +203,7 @@ class _Supervisor:
         watched = select.poll()
         for descriptor in (server, worker, self._beats, self._signals):
             watched.register(descriptor, select.POLLIN)
-        watched.register(mountinfo, select.POLLPRI)
+        watched.register(mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
         while True:
             ready = {descriptor for descriptor, _ in watched.poll(CHECK_INTERVAL_S * 1000)}
             if self._signals in ready:
@@ -312,6 +315,7 @@ class _Supervisor:
             os.kill(self._server, signal.SIGKILL)  # `_end` does without an abort
 
     def _end(self) -> int:
+        """Returns the mount's exit code."""
         _, status = os.waitpid(self._server, 0)
         code = os.waitstatus_to_exitcode(status)
         if code < 0 and not self._is_ending:
@@ -343,8 +347,8 @@ def _run_worker(request: MountRequest, source: MountSource, link: socket.socket)
 
 
 def _forked(run: Callable[[], int], others: Sequence[int], orphaned: signal.Signals) -> int:
-    """The child exits with the code of `run`. It closes the descriptors `others`, and gets the
-    signal `orphaned` when this process is killed."""
+    """Forks a child that calls `run` and exits with its code; it closes the descriptors `others`,
+    and gets the signal `orphaned` when this process is killed."""
     parent = os.getpid()
     child = os.fork()
     if child:

@@ -34,6 +34,7 @@ from ...system.mountinfo import MountEntry, mounts, topmost_at
 log = logging.getLogger("diesel.mount")
 
 SUBTYPE = "diesel"
+"""FUSE mounts of datasets have the type `fuse.diesel`."""
 
 HIDDEN_FOLDER = ".diesel"
 
@@ -43,6 +44,7 @@ ANSWER_DEADLINE_S = 10.0
 """How long a mount may take to answer statfs or to deliver its statistics."""
 
 ANSWER_NOTICE_S = 2.0
+"""After this time a warning tells the user that the mount has not answered yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class DatasetMount:
 
     @property
     def owner(self) -> int | None:
+        """The user who has mounted; None if unknown."""
         options = self.fuse.options if self.fuse else ()
         ids = [each.removeprefix("user_id=") for each in options if each.startswith("user_id=")]
         return int(ids[0]) if ids and ids[0].isdigit() else None
@@ -111,6 +114,7 @@ def dataset_mounts(entries: Iterable[MountEntry]) -> list[DatasetMount]:
 
 
 def _is_native_tree(entry: MountEntry) -> bool:
+    """Such a tree is EROFS, and its source is a dataset, not a path."""
     name, at, version = entry.source.partition("@")
     if entry.kind != _EROFS or (at and not version.isdecimal()):
         return False
@@ -152,6 +156,7 @@ class MountPresence:
     """
 
     def __init__(self, device: str) -> None:
+        """`device` is the number of the FUSE mount."""
         self._device = device
         self._trees: set[str] = set()  # devices of the mount's trees, when last seen
 
@@ -268,7 +273,7 @@ def prepare_mountpoint(mountpoint: str, forbidden_folders: Sequence[Path] = ()) 
 
 
 def unmount_dead(mountpoint: str) -> None:
-    """Raises DieselError; DeadlineError if a mount hangs."""
+    """Unmounts dead mounts of datasets. Raises DieselError; DeadlineError if a mount hangs."""
     while mounted_at(mountpoint) is not None and not is_alive(mountpoint):
         unmount(mountpoint, lazy=True)
 
@@ -283,7 +288,7 @@ def _create_folders(folder: str) -> Sequence[str]:
     for each in reversed(missing):
         try:
             os.mkdir(each)
-        except FileExistsError:
+        except FileExistsError:  # another process has just created it
             continue
         except OSError as error:
             remove_created_folders(made)
@@ -328,7 +333,8 @@ def _unmount_both(found: DatasetMount, hidden: MountEntry) -> None:
     """Unmounts a native mount, or leaves it as it is. Raises OSError.
 
     The kernel refuses to unmount a mount that has another mount in it. So the mount on `.diesel` is
-    unmounted first, and attached again if the tree turns out to be in use.
+    unmounted first, and attached again if the tree turns out to be in use. Readers of `.diesel` may
+    see it missing for some 0.1 ms.
     """
     inside = {each.mount_id for each in mounts() if each.parent_id == found.tree.mount_id}
     if inside - {hidden.mount_id}:  # a user has mounted something in it
@@ -420,8 +426,8 @@ def is_alive(mountpoint: str, *, deadline_s: float | None = None) -> bool:
 
 
 def read_through(path: str, *, deadline_s: float | None = None) -> bytes:
-    """The deadline is that of `is_alive`. Raises PermissionDenied for another user's mount,
-    DeadlineError if the mount hangs, DieselError."""
+    """The content of a small file in a mount. The deadline is that of `is_alive`. Raises
+    PermissionDenied for another user's mount, DeadlineError if the mount hangs, DieselError."""
     number, content = _run_in_child(
         "sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())", path, deadline_s
     )

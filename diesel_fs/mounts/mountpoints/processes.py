@@ -27,6 +27,7 @@ _FAILED_ALONE = (errno.E2BIG, errno.EIO, errno.ENOENT, errno.EINTR)
 """These errors of a read concern one request; the next one can be read."""
 
 _FREED_S = 0.05
+"""The time between two attempts to free a killed process."""
 
 
 def mark_as_daemon(device: str) -> int:
@@ -107,8 +108,8 @@ def free_killed(pid: int, within_s: float) -> bool:
     was killed before it took the READ: the worker keeps the connection open, the connection keeps
     the READ, and the READ keeps the worker. The kernel fails requests that were taken through a
     descriptor that is then closed; so this function takes all waiting requests through a clone of
-    the worker's descriptor, and closes the clone. It must not be called while another process
-    serves the connection, since requests would be lost.
+    the worker's descriptor, and closes the clone. It needs no root rights. It must not be called
+    while another process serves the connection, since requests would be lost.
     """
     end_s = time.monotonic() + within_s
     while not ends_within(pid, _FREED_S):
@@ -185,6 +186,7 @@ def ends_within(pid: int, within_s: float) -> bool:
 
 
 def processor_ticks(pids: Sequence[int]) -> int:
+    """Their processor time so far, in clock ticks."""
     found = 0
     for pid in pids:
         with suppress(OSError, ValueError, IndexError):
@@ -198,6 +200,7 @@ def _processes() -> list[int]:
 
 
 def _tables_of(processes: Sequence[int]) -> Iterator[tuple[int, list[MountEntry]]]:
+    """The mounts of each mount namespace, with one process in it."""
     seen: set[str] = set()
     for pid in processes:
         with suppress(OSError):

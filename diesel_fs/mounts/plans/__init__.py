@@ -4,6 +4,8 @@ A plan arrives over the control socket (`.diesel/control` in the mount) from `Co
 in Python; or the mount itself makes one when a program reads a list of files (`.diesel/filelist`,
 `.diesel/shuffle/...`).
 
-First read CONTROL.md and `control.py`, then `commands.py` (how the prefetch worker carries out all
-plans). Orders themselves are in `diesel_fs/orders`.
+First read CONTROL.md and `control.py`, then `control_wire.py` (the fields of plans as bytes),
+`control_socket.py` (the socket in the mount's server), `list_plans.py` (plans from lists) and
+`commands.py` (how the prefetch worker carries out all plans). Orders themselves are in
+`diesel_fs/orders`.
 """

@@ -2,8 +2,9 @@
 
 The messages come from the control socket (CONTROL.md lists them) and from the mount's own server,
 which reports the lists of files that programs read (`list_plans.py`) and switches versions. A
-stream is **tentative** until its reader is seen to follow the order. All readers of one list, in
-any epoch, are one stream here; its next epoch is announced when half of the last one has been read.
+**stream** is one reader with the epochs that it will read; it is **tentative** until the reader is
+seen to follow the order. All readers of one list, in any epoch, are one stream here; its next epoch
+is announced when half of the last one has been read.
 
 Only the prefetch worker's thread calls this. Drawing an order of a million files takes it 0.3 s.
 """
@@ -42,12 +43,14 @@ FINISHED_S = 60.0
 epoch begins within this time."""
 
 PREDICT_INTERVAL_S = 1.0
+"""The least time between two checks of the streams of lists."""
 
 PREDICT_ENTRIES_MIN = 4096
 """Unless `predicts_early`, the next epoch is announced ahead only if an epoch has at least this
 many files. Shorter ones begin fast without that, and an opened file could belong to either."""
 
 PREDICT_FROM_DIVISOR = 2
+"""Unless `predicts_early`, the next epoch is announced once half of the current one was read."""
 
 
 @dataclass(slots=True)
@@ -75,7 +78,7 @@ class PlanCommands:
         self._are_whole = are_whole
         self._is_frozen = False  # the mount is about to switch to another version
         self._lists: OrderedDict[str, _ListStream] = OrderedDict()
-        self._checked_s = 0.0
+        self._checked_s = 0.0  # by `predict_next_epochs`
         self._handlers: dict[str, Callable[[Fields, float], Message]] = {
             "announce": self._announce,
             "extend": self._extend,
@@ -239,6 +242,7 @@ class PlanCommands:
     # lists that programs read ---------------------------------------------------------------------
 
     def _list_read(self, fields: Fields, now_s: float) -> Message:
+        """A program has begun to read a list: its order becomes a tentative stream."""
         stream, name = fields.text("stream"), _list_name(fields)
         fields.end()
         known = self._lists.get(stream)
@@ -265,8 +269,8 @@ class PlanCommands:
         return name.epoch == last + 1 or 0 <= stats["epoch"] <= name.epoch <= last
 
     def _list_looked_up(self, fields: Fields, now_s: float) -> Message:
-        """Answers with the epoch that the reader is in; with the next one if it has read all
-        announced ones; with -1 if it is unknown."""
+        """Answers with the epoch that a list's reader is in; with the next one if the reader has
+        read all announced ones; with -1 if it is unknown."""
         stream = fields.text("stream")
         fields.end()
         known, stats = self._lists.get(stream), self._planner.views.stream_stats(stream)
@@ -278,7 +282,7 @@ class PlanCommands:
 
     def predict_next_epochs(self, now_s: float) -> None:
         """Announces next epochs of lists, and withdraws streams that were read to their end
-        `FINISHED_S` ago."""
+        `FINISHED_S` ago. It is cheap: the worker calls it in each turn of its loop."""
         if not self._lists or now_s - self._checked_s < PREDICT_INTERVAL_S:
             return
         self._checked_s = now_s

@@ -152,6 +152,7 @@ class Control:
         self._extend(stream, [part for part in (first, *rest) if part])
 
     def replace(self, stream: str, epoch: Message, position: int = 0) -> None:
+        """Replaces the entries of an announced epoch, from a position on."""
         first_part, rest = _split([epoch])
         [first], *rest = [part for part in (first_part, *rest) if part]
         assert isinstance(first, dict)
@@ -263,6 +264,7 @@ class Control:
         return {"identity": self.identity, "version": self.version}
 
     def _request(self, message: Message) -> Message:
+        """Raises the error in the answer."""
         with self._locks.setdefault(os.getpid(), threading.Lock()):
             if self._socket is None or self._owner != os.getpid():
                 self._open()

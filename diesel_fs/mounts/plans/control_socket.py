@@ -2,7 +2,8 @@
 
 Over this socket (CONTROL.md), other programs announce which files they will read. Only root and the
 daemon's user get answers; if the mount is for other users too, every user that can reach the socket
-does. A client that exceeds a limit or sends malformed frames is disconnected.
+does. `commands.py` carries the requests out in the prefetch worker. A client that exceeds a limit
+or sends malformed frames is disconnected, with one line in the log; other clients do not notice.
 
 Concurrency: trio, in the server of the mount. Each connection has a task, which answers requests in
 their order. Everything has a deadline except the wait for a client's next request.
@@ -76,8 +77,8 @@ class ControlSocket:
         self._large_frames = trio.Lock()  # held while one is received
         self._name = f"{PREFIX}{secrets.token_hex(8)}"
         self.has_worker = False
-        """Whether the prefetch worker has begun; nothing may be sent to it before. It stays true
-        when the worker ends, which `link.alive` shows."""
+        """Whether the prefetch worker has begun; nothing may be sent to it before. The mount's
+        server sets this. It stays true when the worker ends, which `link.alive` shows."""
 
     @property
     def _takes_plans(self) -> bool:
@@ -93,7 +94,8 @@ class ControlSocket:
         return b"" if self._socket is None else os.fsencode(self._folder / self._name)
 
     def listen(self) -> None:
-        """Also removes the sockets of killed daemons. Raises DieselError."""
+        """Makes the socket and listens on it; removes the sockets of killed daemons. Raises
+        DieselError."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             remove_dead_sockets(self._folder)
@@ -231,6 +233,7 @@ class ControlSocket:
         return answer
 
     def _answer_without_worker(self, do: str) -> Message:
+        """Answers only requests for statistics. Raises DieselError for all others."""
         if do == "stats":
             return {"stats": self._stats()}
         raise DieselError(
@@ -240,7 +243,8 @@ class ControlSocket:
 
 
 async def _fill(stream: trio.SocketStream, body: bytearray, length: int) -> None:
-    """Raises CorruptError if the connection ends before."""
+    """Receives until `body` has `length` bytes. Raises CorruptError if the connection ends
+    before."""
     while len(body) < length:
         received = await stream.receive_some(min(length - len(body), LARGE_BYTES))
         if not received:

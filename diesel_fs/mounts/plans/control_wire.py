@@ -1,6 +1,6 @@
 """Packs and parses the fields of plans, and has the limits of the control socket. Pure.
 
-CONTROL.md describes the messages.
+CONTROL.md describes the messages. `net/messages.py` frames and decodes them.
 """
 
 import numpy as np

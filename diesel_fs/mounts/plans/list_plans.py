@@ -5,7 +5,8 @@ A mount offers lists of all files in shuffled orders (`mounts/tree/dot_diesel.py
 prefetch worker announces its order as a stream (`commands.py`).
 
 `.diesel/filelist` shows the next epoch once the files of the current one have been read to the end.
-If the worker has ended, the list stays the same.
+The worker knows that, since it watches the opens of some files. If the worker has ended, the list
+stays the same.
 
 Concurrency: trio, in the server of the mount. Only `current_list` and `on_lookup` wait, at most for
 the deadlines below.
@@ -85,6 +86,7 @@ class ListPlans(ListObserver):
             self._link.send(message)
 
     def _begin(self, epoch: int) -> None:
+        """Shows the list of a later epoch."""
         name = self._name
         if name.epoch < epoch <= SEED_MAX:
             self._name = replace(name, epoch=epoch)

@@ -18,6 +18,7 @@ UNNAMED_SOCKET_S_MAX = 60.0
 
 
 PREFIX = "control-"
+"""Names of control sockets begin with this."""
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def control_sockets(folder: Path) -> list[str]:
 
 
 def remove_dead_sockets(path: Path) -> None:
-    """Raises OSError."""
+    """Removes sockets of killed daemons. Raises OSError."""
     with open_private(path) as folder:
         for name in os.listdir(folder):
             with suppress(OSError):

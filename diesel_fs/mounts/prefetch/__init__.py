@@ -1,7 +1,8 @@
 """Makes the contents of files resident in the kernel's page cache before a reader asks for them.
 
 The *prefetch worker* (`daemon/prefetch_worker.py`), a process that each mount starts beside its
-server, uses this package.
+server, uses this package. Contents are pushed in the order that readers announce, within a budget
+of memory, and dropped once the readers have passed.
 
 Start with `planner.py`, which makes one decision at a time, and `decisions.py`. The other parts:
 

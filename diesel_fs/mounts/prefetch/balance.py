@@ -1,15 +1,17 @@
 """Balances pushes and reads between streams by the cost of fetching their contents (Lobster).
 
 The ranks of a training job wait for each other in each iteration, so the slowest one sets the pace.
-After Lobster (sections 4.2 and 4.3), the cost of a unit is predicted from the place of its contents
-(`UnitCosts`) and the lateness of its stream (`streams/lateness.py`). The cost is used twice:
+After Lobster (sections 4.2 and 4.3), the cost of a unit (entries that are pushed at once) is
+predicted from the place of its contents (`UnitCosts`) and the lateness of its stream
+(`streams/lateness.py`). The cost is used twice:
 
 - `Balance.upcoming` names the units to be read ahead, those with the least *slack* first. The slack
   is the time until the reader needs the unit, less the latency of its read, less the transfers of
   the stream's units up to and including it; but at most the slack of any later unit. So a stream
-  with slow contents has more reads under way than the others. Serving jobs in the order of their
-  deadlines makes the largest lateness least (Jackson's rule); time that a job takes after its
-  service, such as the latency, is subtracted from its deadline.
+  with slow contents has more reads under way than the others. (Lobster gives each GPU a number of
+  threads instead, by algorithm 1.) Serving jobs in the order of their deadlines makes the largest
+  lateness least (Jackson's rule); time that a job takes after its service, such as the latency, is
+  subtracted from its deadline.
 - Pushes are made one after the other, and each waits for its contents. A push is due when its
   reader needs the unit and the contents have arrived; the stream whose push is due first is next
   (`turns.py`). So another stream goes first only while its push is due before the late contents
@@ -109,7 +111,7 @@ class Balance:
 
     def upcoming(self, count: int) -> list[Entries]:
         """The entries of the next `count` units of all streams, in the order of their slack."""
-        names: list[tuple[str, int]] = []
+        names: list[tuple[str, int]] = []  # the stream, and the first position
         units: list[Entries] = []
         slack_s, cost_s = [np.empty(0)], [np.empty(0)]
         is_next: list[bool] = []
@@ -200,7 +202,7 @@ class Balance:
         return tracker.lateness.added_to(costs)
 
     def _predict(self, units: Sequence[Entries]) -> npt.NDArray[np.float64]:
-        """Costs of the entries that are not resident, in rows as those of `_costs`."""
+        """The costs of the units' entries that are not resident, in rows as those of `_costs`."""
         assert self.costs is not None
         missing = [self.resident_set.missing(unit) for unit in units]
         rows = np.zeros((len(units), 3))

@@ -73,15 +73,19 @@ class Eviction:
         # Entries whose claims have ended, oldest first; and whether readers have passed them, so
         # that those with a further use stay
         self._released: deque[tuple[Entries, bool]] = deque()
-        self._released_count = 0
+        self._released_count = 0  # entries
         self.low_bytes_max = 0
+        """If entries of low importance take no more, entries of high importance are dropped before
+        them."""
         # Entries with an importance that readers have passed, oldest first. A full queue loses its
         # oldest piece; the heap still has those entries
         self._low_passed: deque[Entries] = deque(maxlen=2 * count // PIECE_ENTRIES + 2)
         # What a search has found to drop next among all (False), and of high importance (True)
         self._least = {False: NO_ENTRIES, True: NO_ENTRIES}
         self._found = NO_ENTRIES  # by the search for the farthest use
-        self._behind_edge = 0  # entries; see BEHIND_DIVISOR
+        # Entries that readers have passed since the search began, with a farther next use than it
+        # still finds
+        self._behind_edge = 0
         self._unneeded: Entries | None = None  # to drop next; None: still to be found
 
     def inherit(self, old: "Eviction", entries: Entries, before: Entries) -> None:
@@ -100,8 +104,10 @@ class Eviction:
         job: str = "",
         benefit: float = 1.0,
     ) -> int:
-        """As `Importances.set` in `memory_split.py`. Entries without a value have the importance
-        0."""
+        """The more important an unclaimed entry is, the longer it is kept. Entries without a value
+        have 0. `more`: the job sets further entries by the next calls. `benefit`: how many times as
+        fast the job's batches arrive with the cache. Returns how many jobs have set any. Raises
+        UsageError for NaN, infinite and negative numbers."""
         check_importances(values)
         heap, jobs = self._make_heap(), len(self._jobs)
         self._least = {False: NO_ENTRIES, True: NO_ENTRIES}
@@ -149,6 +155,7 @@ class Eviction:
         self._unneeded, self._found = None, NO_ENTRIES
 
     def note_dropped(self, entries: Entries) -> None:
+        """Note that entries that `take_next` has chosen are being removed."""
         self._leaving[entries] = False
 
     # The order
@@ -169,7 +176,8 @@ class Eviction:
         return piece
 
     def _find_released(self, need_bytes: int, uses: Uses) -> Entries | None:
-        """Those with a further use are left to `_find_needed`."""
+        """The first entries of `_released` to drop. Those with a further use are left to
+        `_find_needed`."""
         while self._released:
             piece, by_use = self._released.popleft()
             self._released_count -= len(piece)
@@ -194,8 +202,8 @@ class Eviction:
         return None
 
     def _find_unneeded(self, need_bytes: int, uses: Uses) -> Entries | None:
-        """All entries are searched only if the orders have changed, or nothing else is left to
-        drop."""
+        """Entries that no reader comes to any more. All entries are searched for them only if the
+        orders have changed, or nothing else is left to drop."""
         if self._unneeded is None:
             self._unneeded = uses.unneeded(self._resident & (self._claims == 0) & ~self._leaving)
         while len(self._unneeded):
@@ -208,7 +216,8 @@ class Eviction:
         return None
 
     def _find_needed(self, need_bytes: int, uses: Uses) -> Entries | None:
-        """If all entries without importance are claimed, returns the least important ones."""
+        """The entries with the farthest next use; if all entries without importance are claimed,
+        the least important ones."""
         heap = self.heap
         if self._behind_edge >= max(self._count // BEHIND_DIVISOR, PIECE_ENTRIES):
             self._search_again(uses)
@@ -239,7 +248,7 @@ class Eviction:
         uses.farthest.restart()
 
     def _next_found(self, uses: Uses) -> Entries | None:
-        """The farthest first; None at the end of the search."""
+        """What the search for the farthest use finds next, the farthest first; None at its end."""
         if len(self._found):
             found, self._found = self._found, NO_ENTRIES
             return found
@@ -262,7 +271,8 @@ class Eviction:
     def _first_low_passed(
         self, heap: ImportanceHeap, need_bytes: int, uses: Uses
     ) -> Entries | None:
-        """Only entries that no reader comes to any more; None if there are none."""
+        """Some entries of low importance that no reader comes to any more, in the order in which
+        readers passed them; None if there are none."""
         while self._low_passed:
             piece = np.unique(self._low_passed.popleft())
             piece = piece[self._evictable(piece) & ~heap.is_high(piece)]
@@ -277,8 +287,8 @@ class Eviction:
     def _least_important(
         self, heap: ImportanceHeap, need_bytes: int, uses: Uses, kinds: list[bool]
     ) -> Entries | None:
-        """None if there are none. `kinds`: in which order to search among those of high importance
-        (True) and among all (False)."""
+        """Some of the least important entries; None if there are none. `kinds`: in which order
+        to search among those of high importance (True) and among all (False)."""
         needed = NO_ENTRIES
         for high in kinds:
             found = self._least[high]
@@ -302,8 +312,9 @@ class Eviction:
     def _first_piece(
         self, entries: Entries, need_bytes: int, *, high: bool, keeps_rest: bool
     ) -> Entries:
-        """With `keeps_rest`, later calls of `_least_important` get the others. Entries that come
-        meanwhile may be much less important, so a small cache is searched anew instead."""
+        """The first of these entries that take `need_bytes`. With `keeps_rest`, later calls of
+        `_least_important` get the others. Entries that come meanwhile may be much less important,
+        so a small cache is searched anew instead."""
         piece, left = self._enough(entries, need_bytes)
         self._least[high] = left if keeps_rest else NO_ENTRIES
         return piece

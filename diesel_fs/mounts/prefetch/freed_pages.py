@@ -28,6 +28,7 @@ SAMPLE_ENTRIES = 32
 """A sample has this many entries, evenly chosen from a reader's next `SAMPLE_AHEAD_ENTRIES`."""
 SAMPLE_AHEAD_ENTRIES = 8_192
 BATCH_BYTES = 16 << 20
+"""Bytes that are pushed again at once."""
 CHECKS_MAX = 64
 """The most checks that wait. Beyond that the oldest is left out: READs will show what is gone."""
 FREED_DIVISOR = 4
@@ -83,8 +84,9 @@ class FreedPages:
     ) -> None:
         """Note that the kernel has freed an entry's pages; unless a READ has brought them all back
         (`was_read`), they are pushed again. Entries near it, in the chunk and in the order, get a
-        `check`, unless the chunk had one a short time ago. `tracker` and `position`: see
-        `signs.nearest_stream`."""
+        `check`, unless the chunk had one a short time ago. `tracker` and `position`: the stream
+        whose reader is nearest, and the entry's position there; None and -1 if no stream has the
+        entry."""
         alone = np.array([entry], np.uint32)
         counters["lost_entries"] += 1
         self.resident_set.remove(alone)
@@ -134,6 +136,7 @@ class FreedPages:
         return True
 
     def _unwatched(self, entries: Entries) -> Entries:
+        """At most `SAMPLE_ENTRIES` of these, evenly chosen, without watched ones."""
         some = entries[:: max(1, -(-len(entries) // SAMPLE_ENTRIES))]
         some = np.unique(some[self.resident_set.resident[some]])
         return some[[not self.watches.is_watched(entry) for entry in some.tolist()]]

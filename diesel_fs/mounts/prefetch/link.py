@@ -39,7 +39,8 @@ from ...net.messages import Message
 log = logging.getLogger("diesel.mount")
 
 MESSAGE_BYTES_MAX = 1 << 30
-"""Enough for a plan of a hundred million entries. The limit only guards against bugs."""
+"""Enough for a plan of a hundred million entries. Both ends are one program, so the limit only
+guards against bugs."""
 
 ENTRIES_PENDING_MAX = 65_536
 """For missed and for forgotten entries. Further ones are dropped: misses only affect which files
@@ -75,6 +76,7 @@ class WorkerLink:
         self.worker_stats: Message = {}
         """The worker's last statistics; empty before the first, and after its end."""
         self.alive = True
+        """False once the connection is closed."""
 
     async def receive_hello(self, deadline_s: float) -> None:
         """Receive the worker's process number, before `start_worker`. If the worker is dead or
@@ -85,7 +87,7 @@ class WorkerLink:
                 self.worker_stats = message
 
     def start_worker(self, message: Message, descriptors: Sequence[int]) -> None:
-        """Call it before `run`."""
+        """Send the first message and its descriptors, before `run`."""
         socket.send_fds(self._socket, [b"+"], descriptors)
         self.send(message)
 
@@ -100,13 +102,13 @@ class WorkerLink:
             self._wake.set()
 
     def send(self, message: Message) -> None:
-        """The message is lost if the worker has ended or does not read."""
+        """Send a message without an answer. It is lost if the worker has ended or does not read."""
         if self.alive and len(self._unsent) < MESSAGES_PENDING_MAX:
             self._unsent.append((msgpack.packb(message), ()))
             self._wake.set()
 
     async def send_switch(self, message: Message, descriptors: Sequence[int]) -> Message | None:
-        """Returns None if the worker has ended."""
+        """Send the switch to another version. Returns None if the worker has ended."""
         if not self.alive:
             return None
         self._take_reports()

@@ -26,6 +26,7 @@ class Memory:
     _share_bytes: int = 0  # of each stream; 0: to be computed
 
     def set_known_entries(self, count: int) -> None:
+        """The kernel knows `count` names, in all."""
         self.known_entries = count
         self._share_bytes = 0
 

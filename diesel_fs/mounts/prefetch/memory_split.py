@@ -7,7 +7,8 @@ that a reader comes to soon: the memory keeps the most important entries (iCache
 A sampler may accept resident entries of low importance in place of others that would have to be
 loaded. With `keeps_important` (`--evict importance`) the memory then has two parts. Their sizes are
 proportional to how often readers access entries of high and of low importance (section III-A). The
-second part (the L-cache) keeps the entries of low importance that were read last.
+second part (the L-cache) keeps the entries of low importance that were read last. iCache's packages
+of such entries are chunks here (`orders/importance.py`).
 """
 
 from dataclasses import dataclass
@@ -66,8 +67,8 @@ class Importances:
         benefit: float = 1.0,
         substitutes: bool = False,
     ) -> int:
-        """Set the importance of entries, one number for each. Returns the number of jobs that have
-        set any.
+        """Set the importance of entries, one number for each: unclaimed entries of less importance
+        are dropped first. Returns the number of jobs that have set any.
 
         `more`: further calls set the rest. Several jobs are distinguished by `job`, and merged by
         their `benefit` (`cache/policies/importance.py`). `substitutes`: the job accepts resident

@@ -34,6 +34,7 @@ class ChunkEntries:
         self._delay_s = np.full(columns.chunk_count, RETRY_S)  # by chunk: from a push to the next
 
     def _place(self, entries: Entries) -> npt.NDArray[np.int64]:
+        """The entries' sort key: chunk, then offset."""
         offset = entries if self._offset is None else self._offset[entries]
         place = self._chunk[entries].astype(np.int64)
         place <<= 32

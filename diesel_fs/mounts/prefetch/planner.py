@@ -4,9 +4,9 @@ A *push* stores the contents of files in the page cache, so that a reader finds 
 files are then *resident*. A *sample* checks whether some files still are. A *miss* is a READ that
 reached the mount because its file was not resident. The *budget* is the memory for resident files.
 
-The prefetch worker reports events, such as misses. It calls `next` for a decision, carries it out,
-and reports the result (`pushed`, `dropped`, `sampled`) before the next call. Events may come in
-between.
+The prefetch worker reports events (misses, opens of marker files, changes of the plan, files that
+the kernel has forgotten). It calls `next` for a decision, carries it out, and reports the result
+(`pushed`, `dropped`, `sampled`) before the next call. Events may come in between.
 
 Without a plan, missed files lead to pushes of whole chunks into free memory (`miss_fill.py`).
 Nothing is dropped for these, so random misses never make the planner push and drop in turn.
@@ -56,6 +56,7 @@ STILL_DIVISOR = 4
 quarter of the budget stays free."""
 
 PAUSE_S, PAUSE_S_MAX = 0.5, 8.0
+"""The first and the longest pause after a failed push."""
 
 UNWATCH_MIN = 256
 """Unneeded watches are removed together once there are this many, or when the worker is idle."""
@@ -117,7 +118,7 @@ class PrefetchPlanner:
         self._urgent = UrgentTurns()
         self._outstanding: Push | Drop | Sample | None = None  # not yet reported
         self._decided_s = 0.0
-        self._is_urgent = False
+        self._is_urgent = False  # whether `_outstanding` is an urgent push
         self._has_checked = False  # whether the last decision was a check for freed pages
         self._pause_s = 0.0  # after the last push, if it failed
         self._paused_until_s = -math.inf
@@ -162,6 +163,7 @@ class PrefetchPlanner:
     # Reports
 
     def set_store_is_slow(self, *, is_slow: bool) -> None:
+        """Urgent units are pushed only if the store is slow."""
         self._urgent.store_is_slow = is_slow
 
     def opened(self, entry: int, now_s: float) -> None:
@@ -169,7 +171,8 @@ class PrefetchPlanner:
         signs.note_open(self.streams, self.watches, entry, now_s)
 
     def missed(self, entry: int, now_s: float, *, is_sure: bool = True) -> None:
-        """`is_sure`: see `ReaderPosition.note_read`."""
+        """`is_sure`: a reader surely wanted the entry; otherwise the kernel may have read ahead of
+        another file."""
         self._clock.tick(now_s)
         pages = self._columns.pages
         if not 0 <= entry < len(pages) or not pages[entry]:
@@ -324,6 +327,7 @@ class PrefetchPlanner:
         return None if missed is None else self._push(missed, [])
 
     def _push_planned(self, now_s: float) -> Push | Drop | None:
+        """Push the unit that a reader needs soonest, or drop to make room for it."""
         if not self.views.has_streams:
             return None
         without_room: set[str] = set()  # these streams get nothing in this decision
@@ -347,6 +351,7 @@ class PrefetchPlanner:
             room_bytes = self.memory.room_bytes()
             still = is_still(tracker, last_sign_s, now_s)
             if need_bytes > room_bytes - still * self.memory.budget_bytes // STILL_DIVISOR:
+                # A tentative or still stream is passed over, and not given room by drops.
                 if tracker.reader.tentative or still:
                     without_room.add(tracker.name)
                     continue
@@ -377,7 +382,7 @@ class PrefetchPlanner:
         return self._push(NO_ENTRIES, markers) if markers else None
 
     def _claim(self, tracker: StreamTracker, unit: NextUnit) -> list[int]:
-        """Returns the markers that the worker has to watch."""
+        """Claim a unit. Returns the markers that the worker has to watch."""
         # Claims that were given up do not count again: their files may have been pushed before.
         kept = self.resident_set.resident[unit.entries]
         kept &= ~unit.state.was_claimed[unit.positions]

@@ -1,8 +1,8 @@
 """Keeps account of which entries are resident (in the page cache), and which are claimed.
 
-The kernel does not report which pages it holds, so a `ResidentSet` may be wrong.
-`streams/stream_tracker.py` decides on claims, `room.py` when something must be dropped, and
-`eviction.py` which entries.
+The kernel does not report which pages it holds, so a `ResidentSet` may be wrong. A *claim* keeps an
+entry for a stream (a reader with a known order): it is not dropped. `streams/stream_tracker.py`
+decides on claims, `room.py` when something must be dropped, and `eviction.py` which entries.
 """
 
 import math

@@ -18,6 +18,7 @@ from .streams.units_ahead import NextUnit
 from .streams.watches import MARKERS_MAX
 
 URGENT_S = 1.0
+"""If the store is slow, files that a reader comes to within this time are pushed first."""
 URGENT_WEIGHT, URGENT_START_S = 2.0, 0.5
 """Urgent pushes take at most `URGENT_START_S` plus `URGENT_WEIGHT` times as long as others. So a
 store that gives single files far more slowly than chunks, such as a disk that has to seek, still

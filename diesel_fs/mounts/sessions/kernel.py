@@ -5,7 +5,8 @@ request. A file with pages in the kernel's cache costs no request, any other fil
 
 Concurrency: trio. One task reads the device and answers at once every request that need not wait; a
 request that waits (some READs, and those for `.diesel`) gets a task of its own. The session never
-touches its own mount, and never makes a call that can wait for a page lock.
+touches its own mount, and never makes a call that can wait for a page lock: another process pushes
+and drops pages (`daemon/prefetch_worker.py`).
 """
 
 import errno
@@ -36,6 +37,7 @@ log = logging.getLogger("diesel.mount")
 INIT_DEADLINE_S = 5.0
 
 KILLED_LOOK_S = 0.05
+"""How often a task checks whether the interrupted thread of a request was killed."""
 
 FOREVER_WHOLE_S = int(FOREVER_S)
 
@@ -92,7 +94,7 @@ class KernelSession:
         self._device = device
         self._common = protocol.CommonAttributes(vfs.owner.uid, vfs.owner.gid, BLOCK_BYTES)
         self._readdir_replies = ReaddirReplies(vfs)
-        self._nursery: trio.Nursery | None = None
+        self._nursery: trio.Nursery | None = None  # of `serve`
         self._early: list[tuple[_Waiting, int, int, str, Awaitable[Content]]] = []
         self._waiting: dict[int, _Waiting] = {}  # by the request's number
         self._handlers = self._make_handlers()
@@ -132,7 +134,7 @@ class KernelSession:
             raise
 
     def _negotiate(self) -> None:
-        """Raises SessionUnsupported."""
+        """Answers the first request, INIT. Raises SessionUnsupported."""
         os.set_blocking(self._device, False)
         if not syscalls.wait_readable(self._device, INIT_DEADLINE_S):
             raise SessionUnsupported(f"the kernel sent no INIT within {INIT_DEADLINE_S:g} s")
@@ -178,11 +180,11 @@ class KernelSession:
                     return
 
     def _answer_one(self, buffer: memoryview) -> bool:
-        """Returns False if the mount has ended."""
+        """Reads and answers one request. Returns False if the mount has ended."""
         try:
             length = os.readv(self._device, (buffer,))
         except OSError as error:
-            if error.errno in (errno.ENODEV, errno.ECONNABORTED):
+            if error.errno in (errno.ENODEV, errno.ECONNABORTED):  # unmounted
                 return False
             if error.errno not in _PASSING_ERRNOS:
                 raise

@@ -59,15 +59,17 @@ PRIVATE_NODE = HIDDEN_ROOT - 1
 used twice."""
 
 TREE_READ_AHEAD_KIB = 1024
+"""How far the kernel reads ahead in a file of the tree."""
 
 CONTENT_READ_AHEAD_KIB = 1024
-"""Next to pushed files, the kernel reads ahead in the content file even for a reader in random
-order; with this size that takes one READ, not several."""
+"""How far the kernel reads ahead in the content file. Next to pushed files it does so even for a
+reader in random order; with this size that takes one READ, not several."""
 
 _OF_ROOT = protocol.CommonAttributes(0, 0, BLOCK_BYTES)
 """Content files and images belong to root, whoever owns the dataset's entries."""
 
 THREADS_MAX = 1024
+"""The most threads in `_read_offsets`; beyond that all are forgotten."""
 
 _T = TypeVar("_T")
 
@@ -94,7 +96,7 @@ class TreeVersion:
     image: Image
     file: int
     """A descriptor of the image, open until `on_end`."""
-    vfs: Vfs
+    vfs: Vfs  # reads its contents
     on_end: Callable[[], None] = _ignore
     """Called when no file of the tree is open any more, or it could not be mounted."""
 
@@ -102,7 +104,7 @@ class TreeVersion:
 @dataclass(slots=True, eq=False)
 class _Tree:
     version: TreeVersion
-    content_node: int
+    content_node: int  # of the content file
     content: ContentVersion
     image_node: int = 0  # of the image's file; 0 if the session cannot serve it
     mount_id: int = 0  # in mountinfo
@@ -187,6 +189,7 @@ class NativeSession(KernelSession):
 
     @property
     def mount_id(self) -> int:
+        """The ID of the current tree's mount, in mountinfo."""
         return self._current.mount_id
 
     @property
@@ -213,8 +216,11 @@ class NativeSession(KernelSession):
             raise
 
     async def switch_tree(self, version: TreeVersion) -> None:
-        """Raises DieselError if a mount of somebody else is in the way, SwitchUnsupported if the
-        kernel cannot replace a tree, SessionUnsupported, OSError. Then nothing has changed."""
+        """Replaces the current version.
+
+        Raises DieselError if a mount of somebody else is in the way, SwitchUnsupported if the
+        kernel cannot replace a tree, SessionUnsupported, OSError. Then nothing has changed.
+        """
         tree = self._add_tree(version)
         try:
             await trio.to_thread.run_sync(self._replace_tree, tree, abandon_on_cancel=True)
@@ -227,7 +233,7 @@ class NativeSession(KernelSession):
         self._end_if_unused(tree)
 
     def retired_trees(self) -> dict[int, str]:
-        """The devices of earlier trees that are in use, by their former mount IDs."""
+        """The devices of earlier trees that are still in use, by their former mount IDs."""
         return {
             each.mount_id: each.device
             for each in self._trees
@@ -249,6 +255,7 @@ class NativeSession(KernelSession):
                 raise DieselError(f"{each.source} is mounted inside, on {each.path}")
 
     def _add_tree(self, version: TreeVersion) -> _Tree:
+        """Makes the contents of a version readable, before its tree is mounted."""
         chain = version.image.chain
         node = next((node for node, each in self._contents.items() if each.chain == chain), 0)
         if not node:
@@ -299,7 +306,8 @@ class NativeSession(KernelSession):
                 os.write(self._device, protocol.invalidate_pages(node, offset, size))
 
     def _mount_tree(self, new: _Tree, *, beneath: bool = False) -> None:
-        """Called in an `_OwnThread`. Raises OSError, SwitchUnsupported, SessionUnsupported."""
+        """The calling thread gets a working folder and descriptors of its own, and must end
+        afterwards. Raises OSError, SwitchUnsupported, SessionUnsupported."""
         syscalls.own_working_folder()
         _drop_fuse_descriptors()
         syscalls.tune(syscalls.device_of(self.private_mount), CONTENT_READ_AHEAD_KIB)
@@ -375,6 +383,7 @@ class NativeSession(KernelSession):
             syscalls.umount2(self._mountpoint, syscalls.MNT_DETACH)
 
     def _answer_during(self, work: Callable[[], _T]) -> _T:
+        """Runs `work` in a thread, and answers requests meanwhile."""
         done = os.eventfd(0, os.EFD_CLOEXEC)
         working = _OwnThread(work, lambda: os.eventfd_write(done, 1))
         poll = select.poll()
@@ -402,6 +411,7 @@ class NativeSession(KernelSession):
     # requests ---------------------------------------------------------------------------------
 
     def _make_handlers(self) -> Mapping[int, tuple[str, Handler]]:
+        """Adds OPEN and RELEASE, and makes `.diesel` the root."""
         handlers = dict(super()._make_handlers())
         handlers[Op.OPEN] = "open", self._open
         handlers[Op.RELEASE] = "release", self._release

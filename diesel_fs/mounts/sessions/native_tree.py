@@ -79,7 +79,8 @@ class Tree:
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.mount)
 
     def close(self) -> None:
-        """The descriptors keep the mount busy, or a tree alive that is attached nowhere."""
+        """Closes the descriptors: they keep the mount busy, or a tree alive that is attached
+        nowhere."""
         os.close(self.mount)
         os.close(self._root)
 

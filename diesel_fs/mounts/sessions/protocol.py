@@ -134,7 +134,7 @@ class ReadRequest(NamedTuple):
     node: int
     offset: int
     size: int
-    thread: int
+    thread: int  # that reads; 0 if it is invisible to us
 
 
 def parse_if_read(message: memoryview) -> ReadRequest | None:
@@ -156,6 +156,7 @@ def _body(layout: struct.Struct, message: memoryview, request: str) -> tuple[int
 
 
 def parse_name(message: memoryview) -> bytes:
+    """The name in a LOOKUP."""
     name = message[HEADER_BYTES:].tobytes()
     end = name.find(b"\0")
     if end <= 0 or b"/" in name[:end]:

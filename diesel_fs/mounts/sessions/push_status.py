@@ -1,20 +1,20 @@
 """Memory that a mount's server and its prefetch worker share: it shows which files are pushed next.
 
-The worker *pushes* files into the kernel's page cache before they are read. If a reader overtakes
-it, each next file would cost a READ request. So the server *holds* the READ of a file that is
-pushed soon for a few milliseconds, in which the worker gets ahead by hundreds of files. If the
-store is slow, the READ is held until the worker hands over the contents, and the worker pushes the
-rest of the file: one request to the store is enough. The worker does not push a held READ's bytes,
-since it would wait for the page that the READ has locked. If the worker is storing the file now,
-the server answers the READ at once. Each process writes its mark before it reads the other's, so at
-least one of them sees the other's mark.
+The worker *pushes* files into the kernel's page cache before they are read. If a faster reader
+overtakes the worker, each next file would cost a READ request. So the server *holds* the READ of a
+file that is pushed soon for a few milliseconds, and the worker gets ahead by hundreds of files. If
+the store is slow, the READ is held until the worker hands over the contents, and the worker pushes
+the rest of the file: so READs and a push make one request to the store. The worker does not push a
+held READ's bytes, since it would wait for the page that the READ has locked. If the worker is
+storing the file now, the server answers the READ at once. Each process writes its mark before it
+reads the other's, so at least one of them sees the other's mark.
 
 Layout: `_COUNT_BYTES` of counts and flags; the held READs; the worker's marks, a byte for each
 entry; the server's marks, likewise; room for the bytes of held READs, in *slots*; then the
-addresses of entries in order logs (`cache/order_logs/addresses.py`). The server may give a slot to
-another READ at any time, also while the worker fills it. A torn or late value does no harm: the
-checksum of bytes that are handed over covers their place in the file, too, and each slot carries
-the kernel's number of its READ, which is used only once.
+addresses of entries in order logs (`cache/order_logs/addresses.py`), which take memory only if
+there are logs. The server may give a slot to another READ at any time, also while the worker fills
+it. A torn or late value does no harm: the checksum of bytes that are handed over covers their place
+in the file, too, and each slot carries the kernel's number of its READ, which is used only once.
 """
 
 import math
@@ -57,28 +57,29 @@ READ_SLOTS, SLOT_BYTES = 16, 256 << 10
 """How many held READs may get their bytes from the worker, and how many bytes each."""
 
 MISS_INTERVAL_S = 0.01
-"""The time between two reported misses if no memory is left and nothing is planned: then reports
-change nothing, and the readers need the processors."""
+"""The time between two reported misses if the worker wants few. It wants few if no memory is left
+and nothing is planned: then reports change nothing, and the readers need the processors."""
 
 _SOON, _NOW = 1, 2  # the worker's mark of an entry; 0: not pushed soon
 
 _COUNT_BYTES = 64
-"""The bytes before the held READs: the count of the worker's progress, in 8 bytes; three flags, a
-byte each; at 16 the number of entries, in 8 bytes."""
+"""The bytes before the held READs: the count of the worker's progress, in 8 bytes; flags in bytes 8
+(the worker wants few misses), 9 (a READ has failed) and 10 (the store is slow); at 16 the number of
+entries, in 8 bytes."""
 _FEW_AT, _FAILED_AT, _SLOW_AT, _ENTRIES_AT = 8, 9, 10, 16
 
 _HELD = np.dtype(
     [(name, np.uint64) for name in ("unique", "entry", "offset", "size", "filled", "checksum")]
 )
 """A held READ: the kernel's number of it; its entry + 1 (0: the slot is free); its place in the
-file, and its bytes; then, when the worker has filled the slot, the number again, and the
-checksum."""
+file, and its bytes; then, when the worker has filled the slot, the number again, and the checksum
+(`_checksum`)."""
 _OFFSET_FACTOR = 0x9E3779B97F4A7C15  # odd: each entry and offset give a number of their own
 _MARKS_AT = _COUNT_BYTES + READ_SLOTS * _HELD.itemsize
 
 
 def push_status_file(entry_count: int) -> int:
-    """Returns the descriptor of the shared memory. Raises OSError."""
+    """Makes the shared memory. Returns its descriptor. Raises OSError."""
     descriptor = os.memfd_create("diesel-push-status", os.MFD_CLOEXEC)
     os.truncate(descriptor, _addresses_at(entry_count) + address_bytes(entry_count))
     os.pwrite(descriptor, entry_count.to_bytes(8, sys.byteorder), _ENTRIES_AT)
@@ -133,6 +134,7 @@ class PushStatusMap:
         self._marked = entries
 
     def clear_soon(self) -> None:
+        """Nothing is pushed next, so no READ needs to wait."""
         if len(self._marked):
             self.mark_soon(NO_ENTRIES)
 
@@ -150,6 +152,7 @@ class PushStatusMap:
         return self._being_read[entries].astype(np.bool_)
 
     def set_store_is_slow(self, *, is_slow: bool) -> None:
+        """READs are held until their contents arrive from a slow store."""
         self._slow[0] = is_slow
 
     def besides_held(self, entry: int, start: int, size: int) -> list[tuple[int, int]]:
@@ -203,6 +206,7 @@ class PushStatusMap:
         self._failed[0] = 1
 
     def takes_miss(self) -> bool:
+        """Whether the worker wants a report of the current miss."""
         if not self._few[0]:
             return True
         now_s = time.monotonic()
@@ -267,8 +271,8 @@ class PushStatusMap:
 
 
 def _checksum(entry: int, offset: int, content: bytes | memoryview) -> int:
-    """The seed names the entry and the offset, so that the bytes of another file or place do not
-    pass."""
+    """The checksum of bytes of an entry, from an offset on. The seed names the entry and the
+    offset, so that the bytes of another file or place do not pass."""
     return xxh3_64_intdigest(content, seed=(entry + offset * _OFFSET_FACTOR) % (1 << 64))
 
 

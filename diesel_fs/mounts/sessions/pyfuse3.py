@@ -183,7 +183,7 @@ class _Operations(pyfuse3.Operations):
                         found = await worker.held_or_read(held, lambda: vfs.read(node, off, size))
         except GeneratorExit:
             raise
-        except BaseException as fault:
+        except BaseException as fault:  # a real Cancelled comes again at the session's next wait
             worker.note_failed_read()
             raise self.fuse_error(fault, "read", node) from None
         return found  # type: ignore[return-value]  # writev(2) takes anything with a buffer
@@ -229,7 +229,7 @@ class _Operations(pyfuse3.Operations):
         while (part := self._part(node, position)) is not None:
             position = self._children(token, part, position, base)
             if position < part.position + len(part.names):
-                break
+                break  # the reply is full
         self.vfs.count_listed(node, first, position - first)
 
     @_answered("releasedir")
@@ -266,6 +266,7 @@ class _Operations(pyfuse3.Operations):
         return position
 
     def _part(self, folder: int, position: int) -> Listing | None:
+        """None if there is no child `position`."""
         start = position - position % PART_ENTRIES
         key = folder, start, self.vfs.snapshot.version  # which may change attributes
         part = self._parts.get(key)
@@ -335,6 +336,7 @@ def _stderr_kept(lines: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _nudged(vfs: Vfs) -> Iterator[None]:
+    """Interrupts the loop's read(2) every `NUDGE_S` while any READ waits."""
     signal.setitimer(signal.ITIMER_REAL, NUDGE_S, NUDGE_S)
     try:
         yield

@@ -62,6 +62,7 @@ class Session(Protocol):
 
     name: ClassVar[str]
     worker: WorkerSide
+    """The session's side of the prefetch worker."""
     negotiated: str
     """What session and kernel agreed upon, for the log."""
 
@@ -88,9 +89,12 @@ class Session(Protocol):
 
 
 class RequestWait:
-    """Waits for the kernel's next request. While requests keep coming, a short poll(2) in trio's
-    own thread waits for them. Any other task runs at most `slice_s` + `SPIN_S` + `poll_s` after it
-    is ready."""
+    """Waits for the kernel's next request, mostly without a turn of trio's loop and without
+    sleeping.
+
+    While requests keep coming, a short poll(2) in trio's own thread waits for them. Any other task
+    runs at most `slice_s` + `SPIN_S` + `poll_s` after it is ready.
+    """
 
     def __init__(
         self, idle: Callable[[], bool], *, slice_s: float = SLICE_S, poll_s: float = POLL_S

@@ -32,6 +32,8 @@ class WorkerSide:
         on_forget: Callable[[Sequence[int]], None],
         push_status: PushStatusMap,
     ) -> None:
+        """Makes the session call `on_miss` with each entry that was missed, and `on_forget` with
+        the entries that the kernel has forgotten."""
         self._on_miss, self.on_forget, self.push_status = on_miss, on_forget, push_status
         if self._reads_failed:
             push_status.note_failed_read()
@@ -41,6 +43,7 @@ class WorkerSide:
         self._on_miss, self.on_forget, self.push_status = _ignore, _ignore, None
 
     def report_miss(self, node: int) -> None:
+        """Reports the READ of a file, unless the worker wants no report now."""
         if self.push_status is not None and node < HIDDEN_ROOT and self.push_status.takes_miss():
             self._on_miss(node - 1)
 
@@ -64,7 +67,8 @@ class WorkerSide:
     async def held_or_read(
         self, held: HeldRead, read: Callable[[], Awaitable[Bytes | Sequence[Bytes]]]
     ) -> Bytes | Sequence[Bytes]:
-        """The bytes that the worker hands over, or else those of `read`."""
+        """The bytes that the worker hands over, or else those of `read`. Until then the worker does
+        not push the file, since it would wait for the page that the READ has locked."""
         self._vfs.reads["held"] += 1
         try:
             with waiting_for(WaitCause.PREFETCH):

@@ -22,6 +22,7 @@ from ...urls import HostPort
 log = logging.getLogger("diesel.mount")
 
 MAX_AGE_S = 1.0
+"""The greatest age of metrics."""
 
 ANSWER_DEADLINE_S = 4.0
 """How long the mount's server may take, so that a client of the port gets its answer within 5 s."""

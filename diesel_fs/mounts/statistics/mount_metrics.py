@@ -1,6 +1,6 @@
 """Turns the statistics of a mount (`.diesel/stats`) into metrics for Prometheus (METRICS.md).
 
-A figure that a mount does not have gives no line.
+A figure that a mount does not have gives no line. The functions are pure.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,6 +32,7 @@ def metrics_text(stats: Stats) -> str:
 
 
 def _at(stats: Stats, path: str) -> object:
+    """The value at a path of names with dots between them."""
     found: object = stats
     for name in path.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None

@@ -28,7 +28,7 @@ MOUNT_GENERATIONS = 3
 
 _RANK_DIGITS_MAX = 7
 _ANCESTORS_MAX = 64
-_KNOWN_MAX = 4096  # processes
+_KNOWN_MAX = 4096  # processes; when it is reached, all are forgotten
 
 
 class _Process(NamedTuple):
@@ -42,7 +42,7 @@ class _Process(NamedTuple):
 
 class ReaderProcesses:
     def __init__(self, mount_pid: int) -> None:
-        """`mount_pid`: of the mount's supervisor."""
+        """`mount_pid` is the process ID of the mount's supervisor."""
         self._mount_pid = mount_pid
         self.on_found: Callable[[ReaderGroup, ReaderGroup], None] = lambda _, __: None
         """Called in another thread, with a group that `group_of` returned and the group that it
@@ -89,7 +89,7 @@ class ReaderProcesses:
 
 
 def reader_group(pid: int) -> ReaderGroup:
-    """UNSEEN if the process is invisible."""
+    """UNSEEN if the process is invisible. May wait."""
     process = _process_of(pid)
     return UNSEEN if process is None else _group_of(process)
 

@@ -29,6 +29,7 @@ READERS_MAX = 64
 forgotten; a rank only if all others are ranks, too."""
 
 THREADS_MAX = 4096
+"""Threads to remember; then all are forgotten, and looked up again."""
 
 THREADS_MAX_AGE_S = 60.0
 """The kernel may give a thread's number to another process later."""
@@ -36,6 +37,7 @@ THREADS_MAX_AGE_S = 60.0
 _CAUSES = tuple(WaitCause)
 
 CAUSE_NAMES = ("metadata", "mount", "prefetch", "decompression", "peer", "store")
+"""The causes, in the order in which they are shown."""
 
 
 class ReaderGroup(NamedTuple):
@@ -61,9 +63,9 @@ class WaitClock:
     __slots__ = ("at_s", "causes_s", "requests_s", "virtual_s", "waited_s", "waiting")
 
     def __init__(self) -> None:
-        self.waiting = 0
+        self.waiting = 0  # requests that wait now
         self.at_s = 0.0  # while a request waits: all time before this is counted
-        self.virtual_s = 0.0
+        self.virtual_s = 0.0  # see the module
         self.waited_s = 0.0  # the time in which at least one request waited
         self.causes_s = [0.0] * len(_CAUSES)  # `waited_s`, divided among the causes
         self.requests_s = [0.0] * len(_CAUSES)  # by cause: the sum over all requests
@@ -112,7 +114,7 @@ class _Reader:
         # By cause: the time of requests that were answered at once while no other request of the
         # mount waited. To count it here takes half the time that the clocks take.
         self.alone_s = [0.0] * len(_CAUSES)
-        self.seen_s = 0.0
+        self.seen_s = 0.0  # when its last request came
         self.clock = WaitClock()
         self.clocks = () if mount is None else (mount, self.clock)
 
@@ -142,13 +144,14 @@ class Wait:
         self._before_s = [clock.virtual_s for clock in clocks]
 
     def enter(self, cause: WaitCause) -> None:
-        """May also be called after the end of the request."""
+        """Marks a cause. Callable from any thread, and after the end of the request."""
         with self._owner.lock:
             self._marks[cause] += 1
             if cause > self._cause:
                 self._change(cause)
 
     def leave(self, cause: WaitCause) -> None:
+        """Removes a mark. Callable from any thread."""
         with self._owner.lock:
             self._marks[cause] -= 1
             if cause == self._cause and not self._marks[cause]:
@@ -204,7 +207,7 @@ class Waits:
         self._identify = identify
         self._clock = WaitClock()
         self._waiting: set[Wait] = set()
-        self._nobody = _Reader(UNSEEN, None)
+        self._nobody = _Reader(UNSEEN, None)  # for processes that do not count as readers
         self._readers: dict[tuple[int | None, int], _Reader] = {}
         self._dropped_alone_s = [0.0] * len(_CAUSES)  # the `alone_s` of forgotten readers
         self._by_thread: dict[int, _Reader] = {}
@@ -288,7 +291,7 @@ class Waits:
             }
 
     def regroup(self, before: ReaderGroup, group: ReaderGroup) -> None:
-        """Moves the counts of `before` to `group`, soon."""
+        """Moves the counts of `before` to `group`, soon. Any thread."""
         self._regrouped.append((before, group))
         self._forget_at_s = -math.inf  # the next request moves them
 
@@ -327,6 +330,7 @@ class Waits:
             self._by_thread.clear()
 
     def _make_room(self) -> None:
+        """Forgets the group that was seen longest ago and has no waiting request."""
         idle = [each for each in self._readers.values() if not each.clock.waiting]
         if idle:
             dropped = min(idle, key=lambda each: (each.group.rank is not None, each.seen_s))

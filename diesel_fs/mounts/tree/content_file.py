@@ -55,8 +55,10 @@ no longer than this. The kernel sends two more READs for each page that it wante
 each of them would wait for a store that hangs."""
 
 _FAILED_MAX = 4096
+"""Failed extents to remember; then all are forgotten."""
 
 _FILES_AT_ONCE = 16
+"""The files that one READ reads at once."""
 
 _ZEROS = memoryview(bytes(1 << 20))
 

@@ -75,7 +75,7 @@ class ListRef:
     name: ListName
     by_filelist: bool
     node: int
-    version: int
+    version: int  # of the dataset
 
 
 class ListObserver:
@@ -86,7 +86,8 @@ class ListObserver:
     """
 
     async def current_list(self) -> ListName:
-        """May wait a moment to learn which files were opened."""
+        """The list that `filelist` shows now. May wait a moment to learn which files were
+        opened."""
         return ListName(0, 0, GROUP_SIZE_DEFAULT)
 
     async def on_lookup(self, ref: ListRef) -> None:
@@ -96,6 +97,7 @@ class ListObserver:
         """Called when a program begins to read a list."""
 
     def stats(self) -> dict[str, object]:
+        """The value of `lists` in `.diesel/stats`."""
         return {}
 
 
@@ -119,7 +121,7 @@ class _ListNode:
 
     node: int
     ref: ListRef
-    paths: PathLists
+    paths: PathLists  # of its version
     nul: bool  # NUL bytes end the paths, not newlines
     size: int
     mtime_ns: int
@@ -155,7 +157,7 @@ class HiddenFolder:
         self._current: dict[bytes, _FileVersion] = {}  # of generated files, by name
         self._nodes: dict[int, _FileVersion | _ListNode] = {}
         self._next_node = _FILES_FROM
-        self._contents: OrderedDict[int, memoryview] = OrderedDict()
+        self._contents: OrderedDict[int, memoryview] = OrderedDict()  # of lists
         self._contents_bytes = 0
         self._generator_limiter = trio.CapacityLimiter(1)
 
@@ -263,7 +265,7 @@ class HiddenFolder:
     # generated files ------------------------------------------------------------------------------
 
     def _file_version(self, name: bytes) -> _FileVersion | None:
-        """None if there is no such file."""
+        """The present content, made again if it is too old; None if there is no such file."""
         file = self._files.get(name)
         if file is None:
             return None
@@ -331,8 +333,8 @@ class HiddenFolder:
         return content[offset : offset + size]
 
     async def read(self, node: int, offset: int, size: int) -> Bytes:
-        """Raises FuseErrno: ENOMEM if the content would take too much memory, EILSEQ if a path in a
-        list of lines has a newline."""
+        """The bytes of a list, fewer at its end. Raises FuseErrno: ENOMEM if the content would take
+        too much memory, EILSEQ if a path in a list of lines has a newline."""
         found = self._node(node)
         assert isinstance(found, _ListNode)
         found.waiting += 1
@@ -370,7 +372,7 @@ class HiddenFolder:
         return content
 
     def _reserve(self, found: _ListNode) -> None:
-        """Raises FuseErrno(ENOMEM)."""
+        """Counts memory for a list, and drops others if needed. Raises FuseErrno(ENOMEM)."""
         over = self._contents_bytes + found.size - self._lists_bytes_max
         for node in tuple(self._contents):
             if over <= 0:

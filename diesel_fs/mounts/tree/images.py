@@ -123,7 +123,8 @@ def _open_kept(
 
 
 def _open(path: Path, *, verify: bool = True) -> tuple[Image, int]:
-    """The descriptor holds the lock against removal. Raises OSError, FormatError."""
+    """Opens and maps an image. The descriptor holds the lock against removal. Raises OSError,
+    FormatError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -147,7 +148,7 @@ def _mapped(descriptor: int) -> memoryview:
 
 
 def _build_kept(path: Path, snapshot: Snapshot, shown: Shown, chain: "_Chain") -> None:
-    """Raises OSError and the errors of `build_image`."""
+    """Builds in the dataset's chain. Raises OSError and the errors of `build_image`."""
     earlier = _last_image(path.parent, snapshot.identity, chain) or uuid4()
     try:
         pieces = build_image(snapshot, shown, earlier)
@@ -174,7 +175,8 @@ def _build_unnamed(snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
 
 
 def _build_in(descriptor: int, snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
-    """The open file is closed if that fails. Raises OSError and the errors of `build_image`."""
+    """Builds in a chain of its own, in an open file, which is closed if that fails. Raises OSError
+    and the errors of `build_image`."""
     try:
         with open(descriptor, "wb", closefd=False) as file:
             _write(file, build_image(snapshot, shown, uuid4()), snapshot)
@@ -213,7 +215,8 @@ def _last_image(folder: Path, identity: UUID, chain: "_Chain") -> Image | None:
 
 
 def _prune(folder: Path, identity: UUID) -> None:
-    """Removes images that no process has open (`IMAGES_KEPT`, `UNUSED_S_MAX`)."""
+    """Removes images that no process has open: of this dataset all except the `IMAGES_KEPT` last
+    used ones, and of any dataset those that have been unused for `UNUSED_S_MAX`."""
     with suppress(OSError):
         used_ns = {
             path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name[0] != "."
@@ -252,7 +255,8 @@ class _Chain:
         return os.pread(self._descriptor, len(record) + 1, 0) == record
 
     def record_next(self, earlier: Image | UUID) -> None:
-        """The image is the one after `earlier`, or the first of that chain."""
+        """Records an image that is being built: the one after `earlier`, or the first of that
+        chain."""
         if isinstance(earlier, Image):
             text = self._text(earlier.chain, earlier.sequence + 1)
         else:

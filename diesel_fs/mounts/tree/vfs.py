@@ -1,7 +1,8 @@
 """The file system that a mount shows: the tree of one dataset version, and the folder `.diesel`.
 
-A `Vfs` answers the requests of a file system from a snapshot and from a `ContentReader`, which
-returns checked bytes. It knows no FUSE: a session (`sessions/`) or a test calls it.
+A `Vfs` answers the requests of a file system from a snapshot, the index of all entries of a
+version, and from a `ContentReader`, which returns checked bytes. It knows no FUSE: a session
+(`sessions/`) or a test calls it.
 
 A node (FUSE's name for an inode number) is the entry's index in the snapshot + 1. So the root is 1,
 there is no table of nodes, and the kernel's FORGET has nothing to free. Nodes from `HIDDEN_ROOT` on
@@ -59,6 +60,7 @@ a read has missed its deadline, the next read of the same file within this time 
 otherwise the reader would wait for two deadlines."""
 
 TIMED_OUT_MAX = 4096
+"""The most files whose missed deadline is remembered; beyond that all are forgotten."""
 
 STATS_MAX_AGE_S = 1.0
 """`.diesel/stats` does not change for this long, so that a program that calls stat on it, opens and
@@ -117,9 +119,11 @@ class MountHooks:
     files: Mapping[bytes, HiddenFile] = field(default_factory=dict)
     """The generated files of `.diesel` besides `stats`."""
     list_observer: ListObserver | None = None
+    """Learns which lists programs read."""
     control_path: Callable[[], bytes] = bytes
     """The target of `.diesel/control`; empty without a control socket."""
     prefetch_stats: Callable[[], Mapping[str, object]] | None = None
+    """The prefetch worker's figures for `.diesel/stats`."""
     extra_stats: Callable[[], Mapping[str, object]] = dict
     """Further keys for `.diesel/stats`."""
     waits: Waits | None = None
@@ -152,7 +156,7 @@ class Vfs:
         self._deadline_s = read_deadline_s
         self._threads = trio.CapacityLimiter(READ_THREADS)
         self._timed_out_until_s: dict[int, float] = {}  # by index; see RETRY_REFUSED_S
-        self._drained = trio.lowlevel.ParkingLot()
+        self._drained = trio.lowlevel.ParkingLot()  # of tasks that wait in `drain`
         self._clock = clock
         self._started_s = clock()
         self._hidden = HiddenFolder(
@@ -226,6 +230,7 @@ class Vfs:
     # listings ---------------------------------------------------------------------------------
 
     def folder_parent(self, node: int) -> int:
+        """The node of `..`; the root's is the root."""
         if node >= HIDDEN_ROOT:
             return self._hidden.parent(node)
         if node == ROOT:
@@ -258,6 +263,7 @@ class Vfs:
         )
 
     async def hidden_listing(self, folder: int) -> Listing:
+        """All entries of `.diesel`, or of a folder in it."""
         with self._counted_wait(lookups=1):
             return await self._hidden.listing(folder)
 
@@ -318,6 +324,7 @@ class Vfs:
         return view
 
     def note_handed_over(self, size: int) -> None:
+        """Counts a READ that the prefetch worker has answered."""
         self.reads["hits"] += 1
         self.reads["bytes"] += size
 
@@ -347,6 +354,7 @@ class Vfs:
                 self._drained.unpark_all()
 
     async def drain(self) -> None:
+        """Waits until no request waits."""
         while self.waiting:
             await self._drained.park()
 

@@ -115,6 +115,9 @@ _ROLE_VERBS = {Role.NONE: "see", Role.READ: "read", Role.WRITE: "change", Role.A
 Accounts = Mapping[str, Account]
 
 
+# Names and keys
+
+
 def check_user_name(name: str) -> str:
     if not _USER_NAME.fullmatch(name):
         raise UsageError(
@@ -162,6 +165,9 @@ def parse_public_key(text: str) -> bytes:
     return check_public_key(public)
 
 
+# Changes: each function returns changed accounts, and leaves its argument as it is
+
+
 def with_account(accounts: Accounts, account: Account) -> Accounts:
     if account.name in accounts:
         raise ConflictError(
@@ -172,7 +178,8 @@ def with_account(accounts: Accounts, account: Account) -> Accounts:
 
 
 def with_new_key(accounts: Accounts, name: str, public_key: bytes, *, admin: bool) -> Accounts:
-    """The roles stay. `admin` makes the user an administrator. Raises NotFoundError."""
+    """Replace a key; the roles stay. `admin` makes the user an administrator. Raises
+    NotFoundError."""
     account = _existing(accounts, name)
     changed = replace(account, public_key=public_key, admin=account.admin or admin)
     return _checked({**accounts, name: changed})
@@ -184,7 +191,7 @@ def without_account(accounts: Accounts, name: str) -> Accounts:
 
 
 def with_role(accounts: Accounts, name: str, dataset: str, role: Role) -> Accounts:
-    """NONE removes the role. Raises NotFoundError."""
+    """Give a user a role; NONE removes it. Raises NotFoundError."""
     account = _existing(accounts, name)
     grants = {each: given for each, given in account.grants.items() if each != dataset}
     if role is not Role.NONE:
@@ -221,6 +228,9 @@ def _checked(accounts: Accounts) -> Accounts:
         if len(account.grants) > GRANTS_MAX:
             raise UsageError(f"more than {GRANTS_MAX:,} roles for the user {account.name!r}")
     return accounts
+
+
+# Text
 
 
 def accounts_text(accounts: Accounts) -> str:

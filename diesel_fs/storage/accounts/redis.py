@@ -1,6 +1,6 @@
 """The table of accounts in Redis, in the hash `USERS_KEY` beside the metadata.
 
-A change reads all accounts, then a script writes the difference if the token (`AccountState`) is
+A change reads all accounts. A script then writes the difference if the token (`AccountState`) is
 still the same; otherwise the change starts again. So changes are atomic and may be sent twice. Any
 thread, process or forked child.
 """
@@ -59,7 +59,7 @@ class RedisAccounts(AccountTable):
             after = edit(before.accounts)
             words: list[Word] = [SCHEMA, before.token, secrets.token_bytes(_TOKEN_BYTES)]
             for name in sorted(before.accounts.keys() - after.keys()):
-                words += [name, ""]
+                words += [name, ""]  # removes it
             for name in sorted(after):
                 if before.accounts.get(name) != after[name]:
                     words += [name, account_line(after[name])]

@@ -22,7 +22,7 @@ from ..objects.folder import object_temporary_name
 from .account import TEXT_BYTES_MAX, Accounts, accounts_text, parse_accounts
 
 FILE = "accounts"
-"""Beside the chunks; its lock is `accounts.lock`."""
+"""Beside the chunks of a repository in a folder. Its lock is `accounts.lock`."""
 
 NO_TOKEN = b""
 
@@ -34,16 +34,16 @@ _NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP})
 
 @dataclass(frozen=True, slots=True)
 class AccountState:
-    """All accounts at one moment. `token` differs between any two states; `NO_TOKEN` means that the
-    table was never written, or was lost."""
+    """All accounts at one moment. `token` differs between any two states; it is `NO_TOKEN` only if
+    the table was never written, or was lost."""
 
     token: bytes = NO_TOKEN
     accounts: Accounts = field(default_factory=dict)
 
 
 class AccountTable(ABC):
-    """All methods raise MetadataError if the table cannot be reached, PermissionDenied,
-    NoSpaceError, CorruptError."""
+    """The accounts of one repository. All methods raise MetadataError if the table cannot be
+    reached, PermissionDenied, NoSpaceError, CorruptError."""
 
     @abstractmethod
     def read(self) -> AccountState:
@@ -51,7 +51,7 @@ class AccountTable(ABC):
 
     @abstractmethod
     def token(self) -> bytes:
-        """Cheaper than `read` if the table is in a Redis."""
+        """The current state's token; cheaper than `read` if the table is in a Redis."""
 
     @abstractmethod
     def change(self, edit: Callable[[Accounts], Accounts]) -> Accounts:

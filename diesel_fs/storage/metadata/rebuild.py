@@ -9,8 +9,8 @@ A rebuild folds chunks into a shadow state beside the live state, which it then 
     4  Lock commits, fold the last of these chunks, and replace the live state. Repeat this step if
        the live state is not the one that the rebuild compared with.
 
-Several rebuilds of a dataset may run at once, each in one thread: each sees the result of another
-as committed chunks.
+Each rebuild has one thread. Several rebuilds of a dataset may run at once: each sees the result of
+another as committed chunks.
 """
 
 import time
@@ -27,7 +27,7 @@ from .store import CommitBatch, MetadataStore, ReadCommitted, RenewingCommitLock
 LOCKED_CHUNKS_MAX = 32
 """Step 4 reads at most this many chunks while commits are locked: each takes some round trips."""
 
-# Each pass of step 3 is shorter than the one before, unless chunks come faster than they are read
+# Each pass of step 3 is shorter than the one before, unless chunks come faster than they are read.
 _PASSES_MAX = 8
 _TRIES_MAX = 20  # of step 4
 _PAUSE_S = 0.02
@@ -121,6 +121,7 @@ class _Rebuild:
         self._read_committed = read_committed
         self._before = shadow.live_state()
         self._folded: set[ChunkId] = set()
+        # from `read_committed`, which may have no batch for some of them
         self._requested: set[ChunkId] = set()
 
     def run(self, batches: Iterable[CommitBatch]) -> int:
@@ -140,6 +141,7 @@ class _Rebuild:
     def _last_pass(self) -> int | None:
         """Step 4. Returns None if the live state changed although commits were locked."""
         with RenewingCommitLock(self._store, self._identity) as lock:
+            # a new or unreadable dataset has no commits
             with suppress(NoSuchDataset, CorruptError):
                 lock.lock()
             live = self._shadow.live_state()

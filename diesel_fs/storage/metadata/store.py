@@ -34,6 +34,7 @@ DIGEST_MODULUS = 1 << 128
 
 assert RECORD.fields is not None
 KIND_AT = int(RECORD.fields["kind"][1])
+"""The position of the byte `kind` in a packed record."""
 
 
 class StoreRestarted(MetadataError):
@@ -56,8 +57,8 @@ class DatasetHead:
     files: int  # visible regular files: no links, folders, tombstones, incomplete versions
     bytes: int
     chunks: int
-    digest: int  # `chunks_digest` of all committed chunks
-    newest: ChunkId  # the greatest committed chunk's ID; 16 zero bytes if there is none
+    digest: int  # `chunks_digest` of the IDs of all committed chunks
+    newest: ChunkId  # the greatest of the committed chunks' IDs; 16 zero bytes if there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class CommitBatch:
 
 
 ReadCommitted = Callable[[Collection[ChunkId]], Iterable[CommitBatch]]
+"""Reads the batches of chunks that were committed while a dataset was being rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class MetadataChanges:
 
     head: DatasetHead
     rows: Rows
-    chunks: Sequence[ChunkInfo]
+    chunks: Sequence[ChunkInfo]  # all of the dataset's, also old ones
 
 
 class ChunkRecord(NamedTuple):
@@ -139,7 +141,7 @@ class ChunkRecord(NamedTuple):
     object_bytes: int
     uploaded_ns: int
     entries: int
-    holes: int
+    holes: int  # places of entries that were replaced or deleted
 
 
 class CommitLock:
@@ -163,6 +165,7 @@ class CommitLock:
 
 
 def implied_record() -> bytes:
+    """The packed record of an implied folder."""
     record = np.zeros(1, RECORD)
     record["kind"], record["mode"] = Kind.FOLDER, 0o755
     return record.tobytes()
@@ -218,7 +221,7 @@ class MetadataStore(ABC):
     @abstractmethod
     def commit(self, identity: UUID, *batches: CommitBatch) -> int:
         """Fold chunks into a dataset (FORMAT.md, section 5), and return its new version. Atomic:
-        all chunks or none. Readers see version and entries change at once.
+        all chunks or none. Version and entries change at once for all readers.
 
         A place becomes a hole when its entry loses. A place that no row names, below the greatest
         that has a row, is a hole from the start: the chunk itself replaced its entry. Known chunks
@@ -328,8 +331,8 @@ class MetadataStore(ABC):
 
 
 class RenewingCommitLock:
-    """A commit lock that is taken only when needed: call `lock`, then `renew` often. A context
-    manager, for one thread."""
+    """A commit lock that is taken only when needed: call `lock`, then `renew` often during the
+    work. A context manager, for one thread."""
 
     def __init__(self, store: MetadataStore, identity: UUID) -> None:
         self._store = store
@@ -345,7 +348,7 @@ class RenewingCommitLock:
             before.release()
 
     def renew(self) -> None:
-        """Renews once a third of the lock's time has passed; does nothing without a lock."""
+        """Lock anew once a third of the lock's time has passed; nothing without a lock."""
         if self._lock is not None and time.monotonic() > self._locked_s + COMMIT_LOCK_S_MAX / 3:
             self.lock()
 
@@ -356,8 +359,11 @@ class RenewingCommitLock:
         if self._lock is not None:
             try:
                 self._lock.release()
-            except DieselError as error:  # the lock expires by itself
+            except DieselError as error:  # the work is done; the lock expires by itself
                 log_unreleased(error)
+
+
+# Errors in the same words from every metadata store
 
 
 def log_unreleased(error: DieselError) -> None:

@@ -4,7 +4,7 @@
 metadata and the accounts lie beside the objects and are never listed.
 
 Any thread, process and host that shares the folder; the file system decides races (link and rename
-are atomic).
+are atomic). No file stays open between calls, so a store hinders neither a fork nor an umount.
 """
 
 import contextlib
@@ -56,7 +56,8 @@ _Publish = Callable[[str, str], None]
 
 
 class _Sort(Enum):
-    """LEFTOVER is a temporary file of a put, FOREIGN anything that DIESEL-FS did not write."""
+    """What a name in the folder stands for. LEFTOVER is a temporary file of a put, FOREIGN anything
+    that DIESEL-FS did not write."""
 
     OBJECT = 1
     LEFTOVER = 2
@@ -67,6 +68,7 @@ class FolderStore(ObjectStore):
     """`root` is a real absolute path."""
 
     def __init__(self, root: str, store_id: uuid.UUID) -> None:
+        """Callers use `open` or `create`."""
         self.root = root
         self.store_id = store_id
         self._durable = {""}  # folders that are known to exist durably
@@ -107,10 +109,10 @@ class FolderStore(ObjectStore):
                     advice="name a folder that is empty or does not exist",
                 )
             store_id = uuid.uuid4()
-            with contextlib.suppress(ObjectExists):
+            with contextlib.suppress(ObjectExists):  # another process has made it
                 cls(root, store_id)._write(STORE_MARKER, [contract.encode_marker(store_id)], _link)
             with contextlib.suppress(OSError):
-                # If the disk is full, this folder could not be made to delete a dataset
+                # On a full disk this folder could not be made when a dataset has to be deleted
                 _make_folder_durably(os.path.join(root, DELETED.rstrip("/")))
         return cls.open(root)
 
@@ -121,6 +123,8 @@ class FolderStore(ObjectStore):
     @property
     def housekeeping(self) -> Housekeeping:
         return FolderHousekeeping(self)
+
+    # Writing
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         contract.check_name(name)
@@ -198,6 +202,8 @@ class FolderStore(ObjectStore):
             if error.errno not in _MISSING:
                 raise _store_error(error, "delete", name) from error
 
+    # Reading
+
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
         contract.check_range(name, start, length)
         with self._opened(name) as (fd, size):
@@ -224,7 +230,8 @@ class FolderStore(ObjectStore):
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
-        """The file's descriptor and size. An OSError inside becomes an error of the store."""
+        """The file's descriptor and size. An OSError in the `with` becomes an error of the
+        store."""
         try:
             fd = os.open(os.path.join(self.root, name), _READ_FLAGS)
         except OSError as error:
@@ -263,6 +270,8 @@ class FolderStore(ObjectStore):
         if not stat.S_ISREG(found.st_mode):
             raise ObjectStoreError(f"{name}: not a regular file, so not an object of DIESEL-FS")
 
+    # Listing
+
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         contract.check_prefix(prefix)
         for name in self._names(prefix, after):
@@ -296,7 +305,7 @@ class FolderStore(ObjectStore):
                 yield name.removesuffix("//"), _Sort.FOREIGN
 
     def _folder_content(self, folder: str) -> Sequence[str]:
-        """Names from the root on, sorted. A folder's name ends with a slash. The name of anything
+        """Sorted names from the root on. A folder's name ends with a slash. The name of anything
         else that is not a file (a link to a file, a socket) ends with "//", so that it never looks
         like an object."""
         above = f"{folder}/" if folder else ""
@@ -314,8 +323,8 @@ class FolderReads(FastReads):
     _store: FolderStore
 
     def read(self, name: str, start: int, size: int) -> Bytes:
-        """Returns `bytes`, which the caller need not copy. Three system calls are nearly the whole
-        cost of a small read. If one fails, `read_into` finds out why."""
+        """Returns `bytes`, which the caller need not copy. Its three system calls are nearly the
+        whole cost of a small read. If one fails, `read_into` reads again and finds out why."""
         contract.check_range(name, start, size)
         with contextlib.suppress(OSError, MemoryError):
             fd = os.open(os.path.join(self._store.root, name), _READ_FLAGS)
@@ -423,7 +432,7 @@ def _make_folder_durably(path: str) -> None:
         fsync_folder(os.path.dirname(path))
     except OSError:
         with contextlib.suppress(OSError):
-            os.rmdir(path)
+            os.rmdir(path)  # so that the next try makes it again, and does not only sync it
         raise
 
 

@@ -12,7 +12,7 @@ import struct
 _SYS_OPENAT2 = 437  # Linux 5.6; the same on every architecture
 _AT_FDCWD = -100
 _RESOLVE_CACHED = 0x20  # Linux 5.12
-_HOW = struct.Struct("QQQ")
+_HOW = struct.Struct("QQQ")  # flags, mode, resolve
 
 _WOULD_WAIT = frozenset({errno.EAGAIN, errno.ENOSYS, errno.EINVAL, errno.E2BIG, errno.EOPNOTSUPP})
 

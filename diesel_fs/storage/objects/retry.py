@@ -3,7 +3,8 @@
 No attempt begins that might end after its call's deadline. A pause that the store demands
 (`Retry-After`) is waited for in full or not at all; only a call with `LongPauses` may wait longer
 than its deadline. The wrapped store bounds the time of each attempt and repeats nothing itself,
-except that a bucket's store resumes a read if the answer breaks off.
+except that a bucket's store resumes a read if the answer breaks off. Threads may use a
+`RetryingStore` as they may use the wrapped store.
 """
 
 import email.utils
@@ -59,7 +60,8 @@ class RetryPolicy:
     deadline_s: float = 30.0
     put_deadline_s: float = 120.0  # longer: no reader of a mounted file waits for a put
     bytes_per_s_min: float = 128 * 1024
-    """The deadline grows by the call's bytes divided by this rate."""
+    """The deadline grows by the call's bytes divided by this rate. One attempt to a bucket may take
+    half of that (`AttemptLimits`)."""
 
     def deadline_for(self, size: int, *, put: bool = False) -> float:
         """Seconds that a call of `size` bytes may take, all attempts together."""
@@ -88,11 +90,11 @@ class RetryPolicy:
 class RetryClock:
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    draw: Callable[[], float] = random.SystemRandom().random
+    draw: Callable[[], float] = random.SystemRandom().random  # differs after a fork
 
 
 def retry_after_s(text: str) -> float:
-    """The header holds a number or a date; the result is 0 for other texts."""
+    """The seconds in a `Retry-After` header, which holds a number or a date; 0 for other texts."""
     if re.fullmatch("[0-9]{1,9}", text):
         return float(text)
     try:
@@ -108,7 +110,7 @@ class LongPauses:
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
-        self._until_s = 0.0
+        self._until_s = 0.0  # by the monotonic clock: the end of the last pause in the log
         self._lock = threading.Lock()
 
     def wait(self, seconds: float, reason: str) -> None:
@@ -126,8 +128,8 @@ class LongPauses:
 
 
 class RetryLoop:
-    """Counts the attempts of one call, and waits between them. `pauses` waits for long pauses that
-    the store demands, DEMANDED_S_MAX in all."""
+    """Counts the attempts of one call, and waits between them, up to the call's deadline. `pauses`
+    waits for long pauses that the store demands, DEMANDED_S_MAX in all."""
 
     def __init__(
         self,
@@ -138,7 +140,7 @@ class RetryLoop:
         attempt_s: float,
         pauses: LongPauses | None = None,
     ) -> None:
-        self.may_have_succeeded = False
+        self.may_have_succeeded = False  # whether a failed attempt may have been carried out
         self._policy = policy
         self._clock = clock
         self._attempt_s = attempt_s
@@ -271,8 +273,8 @@ class RetryingStore(ReadWrapper):
     def _listing(
         self, begin: Callable[[str], Iterator[Item]], after: str, name_of: Callable[[Item], str]
     ) -> Iterator[Item]:
-        """After a failure, a new listing begins behind the last name. Each step to the next name
-        has a deadline of its own."""
+        """The items of the listing that `begin(after)` returns. After a failure, a new listing
+        begins behind the last name. Each step to the next name has a deadline of its own."""
         retrying, last = self._retrying(), after
         while True:
             try:
@@ -298,8 +300,8 @@ class _RetriedReads(FastReads):
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
-        """After a failure this continues behind the last yielded range. If an object may change, it
-        does not: the ranges could then be of two versions."""
+        """After a failure this continues behind the last yielded range, except for an object that
+        may change: the ranges could then be of two versions."""
         size = max((size for _, size in ranges), default=0)
         done, before, retrying = 0, 0, self._store._retrying(size)
         while True:

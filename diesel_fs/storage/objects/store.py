@@ -1,8 +1,8 @@
 """The interface of an object store, and the base classes of wrappers.
 
-Every store implements the seven methods of `ObjectStore`; some improve on the plain forms of
-`FastReads` and `Housekeeping`. The object `DIESEL-STORE`, the marker, tells a store from an empty
-folder.
+An object store keeps named, immutable byte strings: chunks, snapshots, leases. Every store
+implements the seven methods of `ObjectStore`; some improve on the plain forms of `FastReads` and
+`Housekeeping`. The object `DIESEL-STORE`, the marker, tells a store from an empty folder.
 
 Any thread and process; all methods block. A forked child may use its parent's store if `fork_safe`
 is true.
@@ -79,7 +79,7 @@ def encode_marker(store: uuid.UUID) -> bytes:
 
 
 def parse_marker(content: Bytes) -> uuid.UUID:
-    """Raises ForeignError, CorruptError or NewerVersionError."""
+    """The store's UUID. Raises ForeignError, CorruptError or NewerVersionError."""
     try:
         fields: object = json.loads(bytes(content))
     except (ValueError, RecursionError) as error:
@@ -130,6 +130,7 @@ class Leftover:
 
 
 Part = tuple[str, int, int]
+"""The object's name, the part's first byte, and its length in bytes."""
 
 AnyPart = TypeVar("AnyPart", Part, tuple[int, int, int])
 
@@ -150,13 +151,14 @@ def batched_parts(
 
 
 ChunkParts = npt.NDArray[np.uint32]
-"""Shape (n, 3): the chunk's index in the dataset's snapshot, the part's first byte in the chunk,
-the part's size in bytes."""
+"""Shape (n, 3): the chunk's number (its index in the dataset's snapshot), the part's first byte in
+the chunk, the part's size in bytes."""
 
 
 class ReadGroup(NamedTuple):
     places: Sequence[int]
-    """For each content, the position of its part in the request."""
+    """For each content, the position of its part in the request. (`ChunkReader.places` returns
+    nodes.)"""
 
     contents: Sequence[memoryview]
 
@@ -165,6 +167,7 @@ class ReadGroup(NamedTuple):
 
 
 IN_MEMORY, IN_STORE = -2, -1
+"""Values of `ChunkReader.places` that are not the number of a node."""
 
 
 def give_up(groups: Iterator[ReadGroup]) -> None:
@@ -188,11 +191,11 @@ class ChunkReader(Protocol):
     @property
     def is_slow(self) -> bool:
         """Whether parts lately came from a place that takes long to answer, so that it helps to
-        read ahead. True before the first read of such a place."""
+        read many at once, and ahead. True before the first read of such a place."""
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """For each chunk, the node from which it would be read now, as far as this process knows;
-        `IN_MEMORY` or `IN_STORE`."""
+        """The number of the node from which each chunk would be read now, as far as this process
+        knows; `IN_MEMORY` for this process's memory, `IN_STORE` for the object store."""
 
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
         """The bytes of one part, and whether they were compared with a checksum. Raises as
@@ -210,7 +213,7 @@ class ObjectStore(ABC):
 
     store_id: uuid.UUID
 
-    # A store may set `fork_safe` on its class; wrappers pass these properties on
+    # Properties, so that a wrapper can pass them on; a store may set `fork_safe` on its class.
 
     @property
     def fork_safe(self) -> bool:
@@ -228,7 +231,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        """Create an object from `parts` in order; they are not joined in memory.
+        """Create an object from `parts` in order (they are not joined in memory).
 
         Atomic: at every moment, and after any crash, the name has no object or the whole one. If
         several callers put one name at once, one succeeds; the others get ObjectExists, and nothing
@@ -284,7 +287,7 @@ class FastReads:
     `read_into`, part by part; a store with a faster way offers a subclass."""
 
     batches_reads: bool = False
-    """Many parts in one `read_parts` cost little more than one."""
+    """Whether many parts in one `read_parts` cost little more than one."""
 
     can_pin: bool = False
 
@@ -377,8 +380,8 @@ class Housekeeping:
 
 
 class StoreWrapper(ObjectStore):
-    """A wrapper that changes reads derives from `ReadWrapper` or overrides `fast_reads`; otherwise
-    these reads bypass it."""
+    """Forwards everything to another store. A wrapper that changes reads derives from `ReadWrapper`
+    or overrides `fast_reads`; otherwise reads through `fast_reads` bypass it."""
 
     def __init__(self, inner: ObjectStore) -> None:
         self.inner = inner

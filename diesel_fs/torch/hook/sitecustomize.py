@@ -18,8 +18,8 @@ def _run_the_hidden_one() -> None:
         spec.loader.exec_module(module)
 
 
-with suppress(Exception):
+with suppress(Exception):  # for example in a Python that is too old
     import_module("diesel_hook").install_from_environment()
-# Nothing in this folder may hide a module of the user's
+# The folder is no longer needed, and nothing in it may hide a module of the user's.
 sys.path[:] = [each for each in sys.path if os.path.abspath(each or ".") != _HERE]
 _run_the_hidden_one()

@@ -1,7 +1,7 @@
 """The planner as a program, which `diesel_fs.torch.join` starts.
 
 It prints the hook's settings as one line of JSON when it accepts connections. It ends when its
-standard input ends, and so with the process that started it.
+standard input ends: so it ends with the process that started it.
 """
 
 import json

@@ -21,16 +21,16 @@ class LoaderStreams:
         self._table: SampleTable = FileTable(0)
         self.epoch = -1
         self._lag_entries = 0
-        self._orders: dict[ShownVersion, SampleFiles] = {}
-        self._announced_to: set[ShownVersion] = set()
+        self._orders: dict[ShownVersion, SampleFiles] = {}  # of the current epoch, as far as known
+        self._announced_to: set[ShownVersion] = set()  # the mounts that know the current epoch
         self._is_planned = False
-        self._failures = 0
+        self._failures = 0  # the table's `failures` when the epoch began
         self.announced = 0  # the number of announced entries, in epochs that have begun
         self.planned_epochs = 0  # the number of these epochs with at least one announced entry
 
     def begin(self, table: SampleTable, epoch: int, lag_entries: int, indices: Entries) -> None:
-        """`indices` are the epoch's order as far as it is known. The workers may read up to
-        `lag_entries` places apart in this order."""
+        """An epoch begins. `indices` are its order as far as it is known. The workers may read up
+        to `lag_entries` places apart in this order."""
         self._table, self.epoch, self._lag_entries = table, epoch, lag_entries
         self._orders, self._is_planned, self._failures = {}, False, table.failures
         before, self._announced_to = self._announced_to, set()
@@ -38,7 +38,7 @@ class LoaderStreams:
             self.more(indices)
         finally:
             for shown in before - self._announced_to:
-                with suppress(DieselError):
+                with suppress(DieselError):  # the mount is gone, or no longer knows the stream
                     self._controls.of(shown).withdraw(self._name)
 
     def foresee(self, table: SampleTable, epoch: int, indices: Entries) -> None:
@@ -51,7 +51,7 @@ class LoaderStreams:
                 self._controls.of(shown).extend(self._name, [order])
 
     def more(self, indices: Entries) -> None:
-        """The current epoch continues with these indices."""
+        """Announce that the current epoch continues with these indices."""
         if self._has_failed():
             return
         for shown, files in self._table.take(indices).items():
@@ -69,7 +69,7 @@ class LoaderStreams:
             self._announce(shown, left)
 
     def progress(self, position: int) -> None:
-        """The loop has received the samples before this position."""
+        """Tell the mounts that the loop has received the samples before this position."""
         if self._has_failed():
             self.withdraw()
         for shown in self._announced_to:
@@ -78,6 +78,7 @@ class LoaderStreams:
                 self._controls.of(shown).progress(self._name, files, self.epoch)
 
     def withdraw(self) -> None:
+        """End all streams of this loader."""
         for shown in self._announced_to:
             self._controls.of(shown).withdraw(self._name)
         self._announced_to.clear()
@@ -109,8 +110,8 @@ class Controls:
         self._controls: dict[ShownVersion, Control] = {}
 
     def of(self, shown: ShownVersion) -> Control:
-        """Connects at the first call. Raises DieselError if the mount is gone, shows another
-        version, or accepts no plans."""
+        """The connection to a mount, which is made at the first call. Raises DieselError if the
+        mount is gone, shows another version, or accepts no plans."""
         found = self._controls.get(shown)
         if found is None:
             mount, identity, version = shown

@@ -15,29 +15,32 @@ from ...mounts.mountpoints.mountpoint import DatasetMount, dataset_mounts
 from ...system.mountinfo import mounts
 
 Entries = npt.NDArray[np.int64]
-"""Entries of a snapshot, indices of samples, or positions."""
+"""Entries of a snapshot; also indices of samples and positions."""
 
 
 class ShownVersion(NamedTuple):
-    """Entries have a meaning only in one version of a dataset."""
+    """A version of a dataset on a mount. Entries have a meaning only in one version."""
 
     mount: str
     identity: str
+    """The dataset's, as text."""
     version: int
 
 
 class SampleFiles(NamedTuple):
-    """A sample may read any number of files."""
+    """The files of some samples in order; a sample may read any number of files."""
 
     entries: Entries
     ends: Entries
     """For each sample, the position after its last file in `entries`."""
 
     def first(self, count: int) -> "SampleFiles":
+        """The files of the first `count` samples."""
         ends = self.ends[:count]
         return SampleFiles(self.entries[: ends[-1] if len(ends) else 0], ends)
 
     def then(self, more: "SampleFiles") -> "SampleFiles":
+        """These files, followed by those of further samples."""
         return SampleFiles(
             np.concatenate((self.entries, more.entries)),
             np.concatenate((self.ends, more.ends + len(self.entries))),
@@ -48,7 +51,9 @@ class SampleTable(Protocol):
     """The files of a dataset by the index of the sample."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of samples."""
+        ...
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
         """The files of these samples, by mount. Negative indices count from the end; indices beyond
@@ -62,7 +67,9 @@ class SampleTable(Protocol):
         ...
 
     @property
-    def failures(self) -> int: ...
+    def failures(self) -> int:
+        """How many plans have failed, since samples did not open their planned files."""
+        ...
 
 
 class FileTable:
@@ -74,8 +81,8 @@ class FileTable:
         self._sorted: dict[ShownVersion, SampleFiles] = {}
 
     def add(self, shown: ShownVersion, indices: Entries, entries: Entries) -> None:
-        """Add the file `entries[i]` of a mount to the sample `indices[i]`. Indices out of range are
-        ignored."""
+        """Add the file `entries[i]` of a mount to the sample `indices[i]`, after its other files.
+        Indices out of range are ignored."""
         is_inside = (indices >= 0) & (indices < self.size)
         self._added.setdefault(shown, []).append((indices[is_inside], entries[is_inside]))
         self._sorted.pop(shown, None)
@@ -86,6 +93,7 @@ class FileTable:
 
     @property
     def found(self) -> int:
+        """The number of samples with at least one file."""
         has_any = np.zeros(self.size, np.bool_)
         for parts in self._added.values():
             for indices, _ in parts:
@@ -94,6 +102,7 @@ class FileTable:
 
     @property
     def files(self) -> int:
+        """The number of files of all samples."""
         return sum(len(indices) for parts in self._added.values() for indices, _ in parts)
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
@@ -132,7 +141,7 @@ class SubsetTable:
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
         at, is_inside = resolved(indices, self.size)
-        inner = np.full(len(indices), self.of.size)
+        inner = np.full(len(indices), self.of.size)  # beyond its end: no files
         inner[is_inside] = self.indices[at[is_inside]]
         return self.of.take(inner)
 
@@ -180,7 +189,7 @@ def resolved(indices: Entries, size: int) -> tuple[Entries, npt.NDArray[np.bool_
 
 
 def _gathered(files: SampleFiles, indices: Entries, size: int) -> SampleFiles:
-    """`files` are those of all `size` samples."""
+    """The files of the samples `indices`, given those of all `size` samples."""
     at, is_inside = resolved(indices, size)
     at, starts = np.where(is_inside, at, 0), np.concatenate(([0], files.ends))
     if not size:
@@ -191,7 +200,8 @@ def _gathered(files: SampleFiles, indices: Entries, size: int) -> SampleFiles:
 
 
 def scattered(parts: Sequence[tuple[Entries, SampleFiles]], size: int) -> SampleFiles:
-    """Each group of samples comes with its places in the result, which has `size` samples."""
+    """Join the files of several groups of samples. Each group comes with the places of its samples
+    in the result, which has `size` samples."""
     counts = np.zeros(size, np.int64)
     for places, files in parts:
         counts[places] = np.diff(files.ends, prepend=0)
@@ -203,7 +213,8 @@ def scattered(parts: Sequence[tuple[Entries, SampleFiles]], size: int) -> Sample
 
 
 def _ranges(starts: Entries, counts: Entries) -> Entries:
-    """One range after the other: `counts[i]` numbers from `starts[i]` on."""
+    """The numbers of all ranges, one range after the other: `counts[i]` numbers from `starts[i]`
+    on."""
     ends = np.cumsum(counts)
     ranges: Entries = np.arange(int(counts.sum())) + np.repeat(starts - (ends - counts), counts)
     return ranges
@@ -255,7 +266,7 @@ class MountedFiles:
         for mount, (samples, inside) in by_mount.items():
             try:
                 snapshot = self.snapshot(mount)
-            except (OSError, DieselError):
+            except (OSError, DieselError):  # the mount is gone, and its files with it
                 continue
             entries = snapshot.lookup_many(inside)
             shown = ShownVersion(mount, str(snapshot.identity), snapshot.version)

@@ -31,14 +31,19 @@ Places = dict[ShownVersion, tuple[Entries, Entries]]
 samples."""
 
 CHECKS_MIN, CHECKS_MAX = 12, 24
-"""A plan is judged by this many of the latest checked samples. A process checks 16 samples when an
-epoch begins, so one epoch is enough."""
+"""A plan is judged by the latest checked samples, from `CHECKS_MIN` to `CHECKS_MAX` of them. A
+process checks 16 samples when an epoch begins, so one epoch is enough, whatever earlier epochs have
+shown."""
 
 
 class _Check(NamedTuple):
+    """The numbers of files of one checked sample."""
+
     planned: int
     opened: int
+    """Planned files that were opened."""
     others: int
+    """Opened files of mounts that were not planned."""
 
 
 class ObservedTable:
@@ -131,7 +136,7 @@ class ObservedTable:
         return [each for each in checks if each.planned]
 
     def _learn(self, samples: Entries, opened: Places) -> None:
-        """Samples that were observed before stay as they are."""
+        """Enter the opened files of samples that were not observed before."""
         is_new = np.zeros(len(samples), np.bool_)
         is_new[np.unique(samples, return_index=True)[1]] = True
         is_new &= ~self._is_seen[samples]
@@ -189,6 +194,7 @@ _NOTHING = np.empty(0, np.int64), np.empty(0, np.int64)
 
 
 def _placed(taken: dict[ShownVersion, SampleFiles]) -> Places:
+    """The same files, each with the place of its sample."""
     return {
         shown: (
             files.entries.astype(np.int64),
@@ -199,11 +205,13 @@ def _placed(taken: dict[ShownVersion, SampleFiles]) -> Places:
 
 
 def _is_in(some: tuple[Entries, Entries], others: tuple[Entries, Entries]) -> npt.NDArray[np.bool_]:
+    """For each of some files: whether the others have it for the same sample."""
     one, other = (places << 32 | entries for entries, places in (some, others))
     return np.isin(one, other)
 
 
 def _has_any(opened: Places, count: int) -> npt.NDArray[np.bool_]:
+    """For each of `count` samples: whether it has a file."""
     found = np.zeros(count, np.bool_)
     for _, places in opened.values():
         found[places] = True

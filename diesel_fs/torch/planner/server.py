@@ -39,19 +39,21 @@ from .file_tables import (
 from .observing import ObservedTable
 from .summary import Interval, MeasuredWorkers, Summary
 
-_LENGTHS = struct.Struct("<IQ")
+_LENGTHS = struct.Struct("<IQ")  # as in the hook's `link.py`
 _LENGTH = struct.Struct("<Q")
 _BODY_BYTES_MAX, _PAYLOAD_BYTES_MAX = 1 << 20, 1 << 30
 
 _TEMPORARY_CHARACTERS_MAX = 70  # the path of a socket has 107 bytes at most
 _BACKLOG = 4096  # the number of processes that may join at once: a kernel allows no more
 _LEFT_EARLY = 2  # after this many epochs that a loop has left early, the user gets a note
-_END_S = 20.0  # a mount may be slow
+_END_S = 20.0  # the wait for the remaining announcements: a mount may be slow
 
 HookMessage = dict[str, object]
 
 
 class _Served(NamedTuple):
+    """A connected process, and the thread that receives its messages."""
+
     thread: threading.Thread
     connected: socket.socket
 
@@ -79,7 +81,7 @@ class PlanServer:
         self._accepting = threading.Thread(target=self._accept, name="accept", daemon=True)
 
     def start(self) -> None:
-        """Serves also the processes that have connected before."""
+        """Begin to serve processes, including those that have connected before."""
         self._accepting.start()
 
     def settings(
@@ -147,7 +149,7 @@ class PlanServer:
             with self._lock:
                 answer = process.handle(*message)
             if answer is not None:
-                with suppress(OSError):
+                with suppress(OSError):  # the process has gone
                     connected.sendall(_LENGTH.pack(len(answer)) + answer)
         with self._lock:
             process.end()
@@ -171,7 +173,8 @@ class PlanServer:
 
 
 class _Process:
-    """`handle` and `end` are called with the planner's lock."""
+    """One connected training process: its datasets and streams. `handle` and `end` are called with
+    the planner's lock."""
 
     def __init__(
         self,
@@ -188,17 +191,18 @@ class _Process:
         self._started_s = started_s
         self._pid = 0
         self._tables: dict[int, SampleTable] = {}
-        self._filling: dict[int, tuple[FileTable, int]] = {}
+        self._filling: dict[int, tuple[FileTable, int]] = {}  # with the number of received paths
         self._streams: dict[str, LoaderStreams] = {}
-        self._left_early: Counter[str] = Counter()
+        self._left_early: Counter[str] = Counter()  # epochs of which less than half was read
 
     def handle(self, message: HookMessage, payload: bytes) -> bytes | None:
-        """Returns the answer to a request, otherwise None. Errors become notes for the user."""
+        """Handle a message. Returns the answer if the message is a request, otherwise None. Errors
+        become notes for the user."""
         try:
             if message["do"] == "chunks":
                 return self._chunks(_whole(message["dataset"]))
             self._handle(message, payload)
-        except ConflictError:
+        except ConflictError:  # the mount has moved on to another version
             self._files.refresh()  # for new datasets; known ones keep their version
             self._summary.note(
                 "a mount has changed to another version while the command read from it: datasets"
@@ -206,19 +210,20 @@ class _Process:
             )
         except DieselError as error:
             self._summary.note(f"{error.message}" + (f" ({error.advice})" if error.advice else ""))
-        except OSError as error:
+        except OSError as error:  # of a mount's snapshot
             self._summary.note(f"a mount cannot be read: {error}")
         except (KeyError, TypeError, ValueError) as error:
             self._summary.note(f"a training process sent a malformed message: {error!r}")
         return b"" if message.get("do") == "chunks" else None
 
     def end(self) -> None:
+        """The process has closed its connection: end its streams."""
         for name in [*self._streams]:
             self._leave(name)
 
     def _look_back(self, message: HookMessage) -> None:
-        """A loop has left an epoch before its end. After `_LEFT_EARLY` epochs of which less than
-        half was read, the user gets a note."""
+        """A loop has left an epoch before its end. If it did so after less than half of the epoch,
+        in `_LEFT_EARLY` epochs, note that for the user."""
         name = str(message["stream"])
         streams = self._streams.get(name)
         if streams is None or not streams.announced or "of" not in message:
@@ -241,7 +246,7 @@ class _Process:
             del self._streams[name]
             self._summary.files += streams.announced
             self._summary.planned_epochs += streams.planned_epochs
-            with suppress(DieselError):
+            with suppress(DieselError):  # the mount is gone, or knows the stream no more
                 streams.withdraw()
 
     def _handle(self, message: HookMessage, payload: bytes) -> None:
@@ -299,7 +304,7 @@ class _Process:
             self._summary.note(
                 f"{table.size - table.found:,} of {table.size:,} files of a dataset lie in no mount"
             )
-        for shown in table.mounts:
+        for shown in table.mounts:  # connect before the first epoch begins
             self._controls.of(shown)
 
     def _observe(self, message: HookMessage, table: ObservedTable) -> None:
@@ -311,7 +316,7 @@ class _Process:
         rest = payload[numbers.nbytes :]
         paths = rest.split(b"\0") if rest else []
         table = self._learned.get(str(message["table"]))
-        if table is not None:  # the process has forgotten the dataset meanwhile
+        if table is not None:  # None: the process has forgotten the dataset meanwhile
             samples, is_checked, counts = numbers[::3], numbers[1::3] != 0, numbers[2::3]
             note = table.add(self._files, samples, is_checked, counts, paths, str(message["cwd"]))
             if note:
@@ -325,7 +330,7 @@ class _Process:
         for shown, files in table.take(np.arange(table.size)).items():
             snapshot = self._files.snapshot(shown.mount)
             if (str(snapshot.identity), snapshot.version) != shown[1:]:
-                continue
+                continue  # the mount has moved on to another version
             counts = np.diff(files.ends, prepend=0)
             [samples] = np.nonzero((counts > 0) & (chunks < 0))
             found = snapshot.chunk_of(files.entries[(files.ends - counts)[samples]])
@@ -374,7 +379,7 @@ def _measured_workers(message: HookMessage) -> MeasuredWorkers | None:
 
 
 def _whole(value: object) -> int:
-    """Raises TypeError unless the value is a whole number."""
+    """A whole number of a message. Raises TypeError for another value."""
     if not isinstance(value, int):
         raise TypeError(f"{value!r} is not a whole number")
     return value

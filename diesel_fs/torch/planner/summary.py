@@ -5,24 +5,25 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-_NOTES_MAX = 5
-_INTERVALS_MAX = 2000  # if a loop has more, each two neighbours are joined
+_NOTES_MAX = 5  # notes that are shown
+_INTERVALS_MAX = 2000  # of one loop; if there are more, each two neighbours are joined
 
 _WAITED_PART, _WAITED_S_MIN = 0.05, 1.0
 """A loop that waits for a smaller part of an epoch, or for less time, needs no other workers."""
 _HEADROOM = 1.1  # workers that are just fast enough make the loop wait for each slow batch
-_WORKERS_MAX = 64
+_WORKERS_MAX = 64  # the most that are recommended
 
 
 @dataclass(slots=True)
 class Interval:
-    """The loop's times between two of its messages."""
+    """The times of a loop over a `DataLoader` between two of its messages."""
 
     epoch: int
     end_s: float
     """Seconds since the start of the command."""
     batches: int
     waited_s: float
+    """The time in which the loop waited for batches."""
     computed_s: float
     """The time between a batch and the request for the next one."""
 
@@ -37,6 +38,7 @@ class MeasuredWorkers:
 
     workers: int
     at_once: int
+    """How many workers may prepare batches at the same time."""
     cores: float
     batches: int
     fetch_s: float
@@ -93,6 +95,7 @@ class LoopTimes:
             self.measured = epoch, new
 
     def advice(self) -> str | None:
+        """What the user should change about the workers, if anything."""
         if self.measured is None:
             return None
         epoch, workers = self.measured
@@ -106,6 +109,7 @@ class LoopTimes:
             self.intervals = _halved(self.intervals)
 
     def epochs(self) -> list[Interval]:
+        """The intervals, joined to one for each epoch."""
         found: dict[int, Interval] = {}
         for each in self.intervals:
             known = found.get(each.epoch)
@@ -124,6 +128,7 @@ def _joined(one: Interval, other: Interval) -> Interval:
 
 
 def _halved(intervals: Sequence[Interval]) -> list[Interval]:
+    """Join each two neighbouring intervals of the same epoch."""
     halved: list[Interval] = []
     is_pair = True
     for each in intervals:
@@ -141,16 +146,20 @@ class Summary:
     """The announcements and the times of a training command, and the notes for its user."""
 
     processes: int = 0
+    """Python processes that loaded the hook."""
     epochs: int = 0
     """Epochs that loaders have begun, of datasets whose files can be planned."""
     planned_epochs: int = 0
     """Epochs of which at least one file was announced to a mount."""
     files: int = 0
+    """Announced files."""
     loops: dict[str, LoopTimes] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
+    """How often each note came up."""
     show: Callable[[str], None] | None = None
     """Called with each new note, for the first `_NOTES_MAX` of them."""
     shown: set[str] = field(default_factory=set)
+    """The notes that `show` was called with."""
 
     def note(self, text: str) -> None:
         self.notes[text] += 1
@@ -159,7 +168,8 @@ class Summary:
             self.show(text)
 
     def add(self, stream: str, interval: Interval, measured: MeasuredWorkers | None = None) -> None:
-        """`measured`: what the loader's workers have measured in the epoch so far."""
+        """Add an interval of the loader with this stream, and what its workers have measured in the
+        epoch so far."""
         loop = self.loops.get(stream)
         if loop is None:
             process, _, loader = stream.partition(".")
@@ -177,8 +187,8 @@ class Summary:
         return total
 
     def lines(self, *, again: bool = False) -> Sequence[str]:
-        """The announcements, the time that the loops waited, and the notes; with `again` also the
-        notes that were shown before."""
+        """The lines for the user at the end: the announcements, the time that the loops waited, and
+        the notes; with `again` also the notes that were shown before."""
         lines = []
         if not self.processes:
             lines.append(

@@ -1,7 +1,8 @@
 """Measures the share of each dataset that this node holds, in live mounts and in cache folders.
 
-A snapshot in the state folder shows which chunks below `--cache-root` a version has. If two places
-may count the same bytes, the larger figure is used, so a share is a lower bound. For one thread.
+`VOLUMES.md` ("What a node reports") defines each figure. A snapshot in the state folder shows which
+chunks below `--cache-root` a version has. If two places may count the same bytes, the larger figure
+is used, so a share is a lower bound. For one thread.
 """
 
 import logging
@@ -56,7 +57,7 @@ class _Folder:
     state: object
     """While this stays equal, nothing has changed; None: look again."""
     shares: Mapping[int, int]
-    """In percent, by version."""
+    """Percentages by version."""
     is_unknown: bool
     """Whether it has chunks whose share of a version is not known."""
 

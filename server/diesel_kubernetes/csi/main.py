@@ -199,7 +199,7 @@ def program(**given: object) -> None:
 
 
 def serve(options: PluginOptions) -> None:
-    """Mounts go on after SIGTERM or SIGINT."""
+    """Serves until SIGTERM or SIGINT. Mounts go on afterwards."""
     limits = VolumeLimits(
         url=options.url,
         file_roots=options.file_root,

@@ -1,7 +1,8 @@
 """Starts and ends mounts: the interface, and its implementation by processes.
 
 `ProcessMounter` is for nodes on which the plugin is a service of the system, `PodMounter`
-(`pods.py`) for clusters.
+(`pods.py`) for clusters. A *mount* has a name, `KEY-N`, and a folder in the state folder
+(`state.py`), in which its mount point `root` lies.
 """
 
 from contextlib import suppress

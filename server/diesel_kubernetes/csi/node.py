@@ -1,12 +1,12 @@
 """The volumes of one node: which mounts they have, when mounts are shared, and when they end.
 
 `NodeVolumes` has the logic of `VOLUMES.md`, without gRPC. Equal volumes have the same *key* and
-share a mount.
+share a mount, whose name is `KEY-N`.
 
-Concurrency: any thread may call. All callers with one key wait for one start. Another thread (the
-*reaper*) ends unused mounts. A mount is started, chosen for sharing and ended under the lock of its
-key, and is not ended while a `publish` with its key is under way (`_claims`). A target is changed
-under the target's own lock.
+Concurrency: any thread may call. Few threads start mounts; all callers with one key wait for one
+start. Another thread (the *reaper*) ends unused mounts. A mount is started, chosen for sharing and
+ended under the lock of its key, and is not ended while a `publish` with its key is under way
+(`_claims`). A target is changed under the target's own lock.
 """
 
 import logging
@@ -79,7 +79,7 @@ class NodeVolumes:
         self._target_calls: Counter[str] = Counter()  # calls that hold or wait for a target's lock
         self._starters = ThreadPoolExecutor(starts_max, "diesel-csi-start")
         self._enders = ThreadPoolExecutor(starts_max, "diesel-csi-end")
-        self._idle_since_s: dict[str, float] = {}
+        self._idle_since_s: dict[str, float] = {}  # by name; used by the reaper alone
         self._wake = threading.Event()
         self._closing = False
         self._reaper = threading.Thread(target=self._reap, name="diesel-csi-reaper", daemon=True)
@@ -192,7 +192,7 @@ class NodeVolumes:
             case TargetState.OURS if not lives(self._state.root(name)):
                 log.warning("the mount behind %s has ended: it is replaced", target)
             case TargetState.OURS if name_the_same(key_of(name), key):
-                return True
+                return True  # the same volume; its secrets may have been renewed meanwhile
             case TargetState.OURS:
                 raise ConflictError(
                     f"another volume is published at {target}",
@@ -245,8 +245,8 @@ class NodeVolumes:
             return name
 
     def _current(self, volume: Volume, living: list[str]) -> str:
-        """Returns "" if there is no living mount to share, or if the volume wants the current
-        version and none shows it."""
+        """Returns "" if there is no living mount that the volume may share: it must show the
+        current version if the volume wants that."""
         if not living:
             return ""
         newest = living[-1]

@@ -47,7 +47,8 @@ OVERHEAD_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class PodOptions:
-    """`cpu` and `memory` are in the notation of Kubernetes."""
+    """The common parts of all mount pods. They request `cpu` and `memory`, in the notation of
+    Kubernetes."""
 
     node: str
     namespace: str
@@ -160,6 +161,7 @@ class PodMounter:
                     self._delete_secret(named)
 
     def end(self, name: str) -> None:
+        """Deletes the pod, which unmounts on SIGTERM, and waits for its end."""
         named, until_s = pod_name(name), time.monotonic() + END_DEADLINE_S
         with api_errors():
             with suppress(NotFoundError), api_errors():

@@ -38,7 +38,7 @@ KILLED_OUTPUT_S = 5.0
 
 
 def mount_environment(volume: Volume, folder: Path, cache: Path) -> dict[str, str]:
-    """`cache` is shared. There is no secret among the variables."""
+    """`folder` is the mount's own, `cache` is shared. There is no secret among the variables."""
     return {
         "HOME": str(folder),
         "XDG_CACHE_HOME": str(cache),

@@ -1,7 +1,9 @@
 """Reports the shares of datasets on this node to the cluster; the operator reads the reports.
 
-The plugin's pod owns it, so the cluster deletes it when the node or the driver is removed. A thread
-of its own measures, since mounts may hang.
+The report is a ConfigMap of the driver's namespace (`../reports.py`). The plugin's pod owns it, so
+the cluster deletes it when the node or the driver is removed. A thread of its own measures, since
+mounts may hang. It writes a report if it differs noticeably from the last one, or if that one is
+older than REFRESH_S.
 """
 
 import logging
@@ -108,7 +110,7 @@ class NodeReporter:
                 self.report()
                 self._is_failing = False
             except DieselError as error:
-                if not self._is_failing:
+                if not self._is_failing:  # it is logged once
                     log.warning("cannot report what this node holds: %s", error)
                 self._is_failing = True
             except Exception:

@@ -43,7 +43,7 @@ PUBLISHES_MAX = 100
 OTHER_CALLS_MAX = 28
 
 DEFAULT_TIMEOUT_S = 110.0
-"""For a call without a deadline. Kubelet's own deadline is 120 s."""
+"""This is for a call without a deadline. Kubelet's own deadline is 120 s."""
 
 END_GRACE_S = 5.0
 

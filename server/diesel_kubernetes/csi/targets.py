@@ -72,7 +72,7 @@ class MountTable:
         return cls(roots, {name: tuple(paths) for name, paths in binds.items()}, entries)
 
     def at(self, target: str) -> tuple[TargetState, str]:
-        """The second value is the mount's name if the target is OURS."""
+        """Returns the state of a target, and the mount's name if it is OURS."""
         top = topmost_at(target, self.entries)
         if top is None:
             return TargetState.FREE, ""
@@ -231,5 +231,5 @@ class FileSystemUsage:
 def usage_of(target: str) -> FileSystemUsage:
     """Hangs if the mount is not alive. Raises OSError."""
     found = os.statvfs(Path(target))
-    is_counted = found.f_files < _NOT_COUNTED
+    is_counted = found.f_files < _NOT_COUNTED  # EROFS does not report the number
     return FileSystemUsage(found.f_blocks * found.f_frsize, found.f_files if is_counted else 0)

@@ -3,7 +3,7 @@ Pure.
 
 Attributes and secrets come from tenants. Each checked attribute becomes one argument `--name=value`
 of `dlcmd mount`, or a variable of its environment, as each secret does. So no value can become an
-option, and none reaches a shell.
+option, and none reaches a shell. `VOLUMES.md` lists all attributes and secrets.
 """
 
 import hashlib
@@ -117,7 +117,7 @@ class Volume:
         return "".join(each.hexdigest()[:PART_CHARS] for each in digests)
 
     def without_secrets(self, text: str) -> str:
-        """`***` replaces this volume's secrets."""
+        """A text for messages, with `***` in place of this volume's secrets."""
         for value in sorted(self.secrets.values(), key=len, reverse=True):
             for each in (value, *value.split()):
                 if len(each) >= SHOWN_SECRET_CHARS:
@@ -126,7 +126,7 @@ class Volume:
 
 
 def name_the_same(key: str, other: str) -> bool:
-    """Whether the attributes are the same; secrets do not count."""
+    """Whether two keys are of volumes with the same attributes. Secrets do not count."""
     return key[:PART_CHARS] == other[:PART_CHARS]
 
 

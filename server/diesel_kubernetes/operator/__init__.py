@@ -3,7 +3,8 @@
 `OPERATOR.md` is the authority: each field, each object that is made, the state after a crash.
 
 Start at `datasets.py`, which decides the next step for a Dataset, as `training.py` does for a
-TrainingJob.
+TrainingJob. `controller.py` reads an object, lets them decide, and does the step. It holds no
+state, so it may be killed at any time.
 
 | part | files |
 | --- | --- |

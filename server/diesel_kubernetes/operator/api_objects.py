@@ -57,6 +57,9 @@ class AnyObject:
     metadata: Metadata = field(default_factory=Metadata)
 
 
+# Jobs
+
+
 @dataclass(frozen=True, slots=True)
 class JobStatus:
     conditions: tuple[Condition, ...] = ()
@@ -68,6 +71,9 @@ class JobStatus:
 class Job:
     metadata: Metadata = field(default_factory=Metadata)
     status: JobStatus = field(default_factory=JobStatus)
+
+
+# Pods
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +169,12 @@ class Pod:
 
     @property
     def first_state(self) -> ContainerState:
-        """Empty before the pod has been started."""
+        """The state of the first container; empty before the pod has been started."""
         found = self.status.container_statuses
         return found[0].state if found else ContainerState()
+
+
+# Nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +197,9 @@ class ClusterNode:
     @property
     def is_ready(self) -> bool:
         return any(each.type == "Ready" and each.holds for each in self.status.conditions)
+
+
+# Secrets
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Reads and writes objects of the Kubernetes API, as plain dictionaries.
 
 The controller decodes them (`decoding.py`): a pod template may have fields that no library knows
-yet.
+yet. Only this module and kopf's watches speak to the API server. Errors are those of lightkube
+(`ApiError`, which has the status) and of httpx2.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -22,7 +23,7 @@ from .api_objects import AnyObject, Metadata
 from .decoding import Json, decode
 from .resources import VERSION
 
-CHUNK = 500
+CHUNK = 500  # objects in one response
 
 
 class Pods(GenericNamespacedResource):
@@ -62,6 +63,7 @@ class Nodes(GenericGlobalResource):
 
 
 def _status_of(kind: type[GenericNamespacedResource]) -> type[GenericNamespacedResource]:
+    """The `status` subresource of a kind."""
     info = kind._api_info
     return type(
         f"{kind.__name__}Status",
@@ -82,7 +84,7 @@ _STATUS = {kind: _status_of(kind) for kind in (Datasets, TrainingJobs)}
 _KINDS: dict[str, type[GenericNamespacedResource]] = {
     "Pod": Pods, "Secret": Secrets, "Service": Services, "Event": Events, "Job": Jobs,
 }  # fmt: skip
-Owner = type[Datasets] | type[TrainingJobs]
+Owner = type[Datasets] | type[TrainingJobs]  # of Jobs and pods
 
 
 class Cluster:
@@ -125,7 +127,7 @@ class Cluster:
         """Returns False if the name is taken."""
         one: GenericNamespacedResource = _KINDS[decode(AnyObject, made).kind].from_dict(made)
         try:
-            await self._client.create(one)
+            await self._client.create(one)  # its metadata have the namespace
         except ApiError as error:
             if error.status.code == HTTPStatus.CONFLICT:
                 return False

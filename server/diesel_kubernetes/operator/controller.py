@@ -1,21 +1,23 @@
 """The reconciler: it reads a Dataset or TrainingJob, and does the next step for it.
 
-A step is safe to do twice, and the controller keeps no state of objects, so it may be killed
-between any two writes. All tasks run in one asyncio loop:
+`datasets.py` and `training.py` decide the step, `cluster.py` reads and writes. A step is safe to do
+twice, and the controller keeps no state of objects, so it may be killed between any two writes. All
+tasks run in one asyncio loop:
 
 - Workers of the queue (`queue.py`) call `handle(key)`: a *turn* of the object. The queue never
-  gives one key to two workers, so no two steps of one object interleave.
+  gives one key to two workers, so no two steps of one object interleave. Steps of different objects
+  interleave at each call of the cluster.
 - One task calls `refresh_holdings` at intervals. It reads the reports of all nodes and replaces
   `_reports` and `_holdings` without a wait in between; a step that began before keeps the old
   index. Then it wakes the Datasets of which a node now holds more or less.
 - The watch (`handlers.py`) calls `note_pod`, which never waits.
 
-If somebody else changes an object between a read and a write, the API server refuses the write
-(409), and `handle` plans another turn.
+If somebody else, a user or a second operator, changes an object between a read and a write, the API
+server refuses the write (409), and `handle` plans another turn.
 
-Only hints are kept between turns, to save list requests: names of pods (`KnownPods`), the reports,
-and the nodes of each Dataset (`_known_datasets`). A wrong hint costs a request or a turn, and never
-decides anything.
+Only hints are kept between turns: names of pods (`KnownPods`), the reports, and the nodes of each
+Dataset (`_known_datasets`). They save list requests to the API server. A wrong hint costs such a
+request, or a turn, and never decides anything.
 """
 
 import asyncio
@@ -79,7 +81,8 @@ YOUNG_S = 5.0
 
 
 class Hindered(Exception):
-    """An object of a TrainingJob cannot be made now; the queue tries again."""
+    """An object of a TrainingJob cannot be made now; the queue tries again. `reason` is that of the
+    condition in the status."""
 
     def __init__(self, reason: str, why: str) -> None:
         super().__init__(why)
@@ -87,7 +90,8 @@ class Hindered(Exception):
 
 
 class KnownPods:
-    """Names of pods that the watch has seen. The watch may be behind."""
+    """Names of pods that the watch has seen. The watch may be behind, and there are no names at
+    first."""
 
     def __init__(self) -> None:
         self._by_job: dict[tuple[str, str], set[str]] = {}
@@ -148,10 +152,11 @@ class Reconciler:
         self._holdings = ReportedHoldings()
         self._known_datasets: dict[Key, tuple[Held, frozenset[str]]] = {}
         self._wrong_reports: set[str] = set()
-        self._is_blind = False
+        self._is_blind = False  # the last reading of the reports failed
         self._http: httpx2.AsyncClient | None = None  # made when needed: that takes 0.1 s
 
     def note_pod(self, raw: Json, *, is_gone: bool) -> None:
+        """Remembers a pod that the watch has seen, so that no list request is needed for it."""
         self._known.note(decode(Metadata, raw.get("metadata")), is_gone=is_gone)
 
     async def close(self) -> None:
@@ -159,8 +164,8 @@ class Reconciler:
             await self._http.aclose()
 
     async def handle(self, key: Key) -> float | None:
-        """Returns the seconds until the object's next turn (None: no turn is planned). Raises
-        Hindered, ApiError."""
+        """Returns the seconds until the object's next turn; None: no turn is planned. Raises
+        Hindered, ApiError: the queue tries again later."""
         handle = self._dataset if key.plural == DATASETS else self._training_job
         try:
             return await handle(key)
@@ -168,6 +173,8 @@ class Reconciler:
             if error.status.code == HTTPStatus.CONFLICT:
                 return CONFLICT_S
             raise
+
+    # What nodes hold
 
     async def refresh_holdings(self) -> None:
         """Wakes the Datasets with changed shares. If the reports cannot be read, the earlier ones
@@ -209,6 +216,8 @@ class Reconciler:
         else:
             nodes = frozenset(each.name for each in seen.status.nodes or ())
             self._known_datasets[key] = held, nodes
+
+    # Datasets
 
     async def _get_dataset(self, namespace: str, name: str) -> DatasetObject | None:
         raw = await self._cluster.get(Datasets, namespace, name)
@@ -324,6 +333,8 @@ class Reconciler:
             if any(each.name == seen.name for each in job.given.datasets):
                 self.wake(Key(TRAINING_JOBS, seen.namespace, job.name))
 
+    # TrainingJobs
+
     async def _training_job(self, key: Key) -> float | None:
         raw = await self._cluster.get(TrainingJobs, key.namespace, key.name)
         if raw is None:
@@ -402,6 +413,7 @@ class Reconciler:
 
 @contextmanager
 def _forbidden(reason: str) -> Iterator[None]:
+    """A refusal of the cluster (403) becomes Hindered."""
     try:
         yield
     except ApiError as error:
@@ -411,8 +423,8 @@ def _forbidden(reason: str) -> Iterator[None]:
 
 
 def _is_own_job(job: Job, seen: Object) -> bool:
-    """An earlier Dataset may have had the same name. A reclaim Job has no owner: the label is
-    enough."""
+    """Whether a Job with the Dataset's label belongs to this Dataset, not to an earlier one of its
+    name. A reclaim Job has no owner: the label is enough."""
     is_reclaim = job.metadata.labels.get(LABEL_PURPOSE) == RECLAIM
     return is_reclaim or job.metadata.is_owned_by(seen.uid)
 

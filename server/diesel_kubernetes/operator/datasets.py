@@ -1,7 +1,7 @@
-"""Decides the next step for a Dataset. Pure. `OPERATOR.md` has the phases.
+"""Decides the next step for a Dataset. Pure.
 
-`decide` looks only at the object, its Jobs, the pods that read it and reports of nodes, and
-remembers nothing.
+`OPERATOR.md` has the phases. `decide` looks only at the object, its Jobs, the pods that read it and
+reports of nodes, and remembers nothing: an operator may be killed at any step.
 """
 
 import json
@@ -61,7 +61,7 @@ LOOK_S = 1.0
 
 SETTLED = (DatasetPhase.READY, DatasetPhase.FAILED)
 
-NODES_MAX = 200
+NODES_MAX = 200  # in one status
 
 _REASONS: tuple[tuple[type[DieselError], str], ...] = (
     (ObjectStoreRefused, "Denied"), (PermissionDenied, "Denied"), (UsageError, "InvalidUsage"),
@@ -94,7 +94,7 @@ class JobReport:
     message: str = ""
     advice: str = ""
     done: bool = False
-    """There is no dataset to describe, as after a deletion."""
+    """Whether the work is done and there is no dataset to describe, as after a deletion."""
     text: str = ""
     """The end of a termination message that is no report."""
 
@@ -125,7 +125,7 @@ class JobView:
 
     @property
     def runs(self) -> bool:
-        """The Job's pod may still wait."""
+        """Its pod may still wait."""
         return not (self.succeeded or self.failed)
 
 
@@ -162,6 +162,7 @@ def view_of_job(job: Job, pods: Sequence[Pod]) -> JobView:
 
 
 def _why_it_waits(pod: Pod) -> str:
+    """Returns why a pod cannot be scheduled, or which image or Secret is missing; or ""."""
     for each in pod.status.conditions:
         if each.type == "PodScheduled" and each.status == "False":
             return each.message
@@ -204,7 +205,7 @@ def outcome_of(job: JobView) -> JobOutcome:
 
 
 def backoff_s(attempt: int) -> float:
-    """`attempt` is the number of the failed attempt, from 1."""
+    """The pause after the failed attempt of this number (from 1)."""
     return float(min(BACKOFF_S * 2 ** min(attempt - 1, 16), BACKOFF_MAX_S))
 
 
@@ -232,7 +233,7 @@ class DatasetSituation:
     progress: Progress | None
     """None: no preparation runs, or it did not answer."""
     now_s: float
-    interval_s: float
+    interval_s: float  # between two looks at work under way
     holdings: ReportedHoldings = field(default_factory=ReportedHoldings)
 
 
@@ -254,6 +255,9 @@ def decide(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
         remove_finalizer=has and not spec.reclaims,
     )
     return _with_event(situation, decision)
+
+
+# Preparation
 
 
 def _preparing(
@@ -329,6 +333,9 @@ def _after_attempt(
     return DatasetDecision(replace(made, attempt=latest.attempt), again_s=due_s - situation.now_s)
 
 
+# Deletion
+
+
 def _deleting(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
     """Without our finalizer, nothing is left to do: the cluster deletes the object."""
     seen = situation.seen
@@ -379,6 +386,9 @@ def _not_leaving(jobs: Sequence[JobView]) -> tuple[str, ...]:
     return tuple(each.name for each in jobs if not each.is_leaving)
 
 
+# The status
+
+
 def _in_phase(
     situation: DatasetSituation, phase: DatasetPhase, reason: str, message: str
 ) -> DatasetStatus:
@@ -409,8 +419,12 @@ def _with_event(situation: DatasetSituation, decision: DatasetDecision) -> Datas
     return replace(decision, events=(*decision.events, made))
 
 
+# The nodes that have blocks
+
+
 def _with_nodes(status: DatasetStatus, situation: DatasetSituation) -> DatasetStatus:
-    """A node's shares are measured, or else estimated."""
+    """Adds the nodes that have blocks of the dataset (parts in a cache: `OPERATOR.md`), with
+    measured shares, or else estimated ones."""
     made = _expected_nodes(status, situation)
     if key := held_key(situation.seen.namespace, status.identity):
         for name in made.keys() | situation.holdings.nodes(key):
@@ -470,6 +484,7 @@ def _attributes(pod: Pod, dataset: str) -> Mapping[str, str]:
 
 
 def holding_of(status: DatasetStatus) -> Holding:
+    """The shares of a dataset that nodes have in memory or on a disk."""
     shares = {each.name: Fraction(each.share, 100) for each in status.nodes or ()}
     return Holding(status.bytes or 0, shares)
 

@@ -28,7 +28,7 @@ def decode(kind: type[T], raw: object) -> T:
     for name, key, read in _readers(kind):  # type: ignore[arg-type]  # a class is hashable
         found = read(given[key]) if key in given else None
         if found is not None:
-            object.__setattr__(made, name, found)
+            object.__setattr__(made, name, found)  # frozen, but nobody else has it yet
     return made
 
 

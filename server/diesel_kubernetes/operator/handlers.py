@@ -96,7 +96,7 @@ async def serve(
     liveness: str,
     driver_namespace: str,
 ) -> None:
-    """Serves all namespaces if none is named, until a signal ends kopf."""
+    """Serves namespaces (all if none is named) until a signal ends kopf."""
     async with opened_cluster() as cluster:
         controller = Reconciler(
             cluster, defaults, interval_s=interval_s, driver_namespace=driver_namespace

@@ -38,7 +38,7 @@ class ReportedHoldings:
 
 
 def held_key(namespace: str, identity: str) -> Held | None:
-    """Returns None if `identity` (from a status) is no UUID."""
+    """A dataset's key in reports; None if `identity` (from a status) is none."""
     try:
         return namespace, UUID(identity)
     except ValueError:

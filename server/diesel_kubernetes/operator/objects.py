@@ -179,7 +179,8 @@ def pod_name(seen: Object, rank: int) -> str:
 
 
 def key_secret(seen: Object, name: str, data: Mapping[str, str], key: str) -> Json:
-    """The Secret has the keys of a Dataset's Secret (`data`, in base64), and the task's key."""
+    """The Secret has the known keys of a Dataset's Secret (`data`, in base64), and the task's
+    key."""
     known = {each: value for each, value in data.items() if each in SECRETS}
     return {
         "apiVersion": "v1",
@@ -191,7 +192,7 @@ def key_secret(seen: Object, name: str, data: Mapping[str, str], key: str) -> Js
 
 
 def ranks_service(seen: Object) -> Json:
-    """The Service has no address; by it, the pods of a TrainingJob find rank 0."""
+    """By this Service, which has no address, the pods of a TrainingJob find rank 0."""
     return {
         "apiVersion": "v1",
         "kind": "Service",

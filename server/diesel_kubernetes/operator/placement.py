@@ -2,6 +2,7 @@
 
 The score of a node is that of DLCache (section III-B), and admission is its algorithm 1. Both count
 *blocks*: parts of datasets in nodes' caches. Fractions are exact, so equal nodes have equal scores.
+`OPERATOR.md` defines free storage, and how blocks are counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ class NodeState:
 
     @property
     def free_bytes(self) -> int:
+        """`OPERATOR.md` defines free storage."""
         left = self.allocatable.get(STORAGE, Fraction()) - self.requested.get(STORAGE, Fraction())
         return max(0, int(left) - self.cached_bytes)
 

@@ -128,14 +128,15 @@ def error_report(lines: Sequence[str], code: int) -> Json:
                 "exit_code": code,
             }
     if code < 0 or code in (130, 143):
-        return {}
+        return {}  # the run was interrupted: the operator makes another attempt
     shown = "".join(lines)[-_MESSAGE_CHARS_MAX:].strip()
     message = f"dlcmd ended with exit code {code}: {shown}"
     return {"error": "DieselError", "message": message, "advice": "", "exit_code": code}
 
 
 def prepare(runner: Runner, arguments: Sequence[str], describe: str, keep: int | None) -> Json:
-    """`keep` requires `describe`. Returns the report. Raises Failed."""
+    """Runs `dlcmd` with `arguments` (if any), then a purge (if `keep` is a number), then `stat` of
+    `describe` (if not empty). `keep` requires `describe`. Returns the report. Raises Failed."""
     if arguments:
         runner.run(arguments)
     if keep is not None:

@@ -5,16 +5,21 @@ several times before its turn has one turn. After a failed turn, a key has anoth
 pause, which doubles up to a limit. Nothing is stored: a new process begins with the list of all
 objects.
 
-All tasks run in one asyncio loop, and code between two waits (`await`) is atomic. `add`,
-`add_later` and `forget` never wait.
+All tasks run in one asyncio loop. `add`, `add_later` and `forget` never wait. `run` owns `workers`
+tasks, each of which takes a ready key and awaits `handle(key)`, and one task that adds the keys
+that are due.
 
 A key is in one of three states: waiting (in `_waiting`, and once in `_ready`), in the hands of one
 worker (in `_busy`), or idle, maybe with the time of its next turn in `_due`. If a key is added
 while a worker has it, it is only marked (`_again`), and the worker adds it at the end of the turn.
 So no change is lost, and no two workers have the same key.
 
-A cancelled `run` ends all workers in the middle of their turns, which are safe to do twice
-(`controller.py`).
+Code between two waits (`await`) is atomic: a worker takes a key and marks it busy without a wait in
+between, and ends the turn without a wait. A time in `_due` that was replaced or removed stays in
+the heap `_timers`; the task for due keys skips it.
+
+An exception of `handle` ends only that turn. A cancelled `run` ends all workers in the middle of
+their turns, which are safe to do twice (`controller.py`).
 """
 
 import asyncio
@@ -64,7 +69,7 @@ class WorkQueue:
             self._ready.put_nowait(key)
 
     def add_later(self, key: Key, after_s: float) -> None:
-        """Does nothing if the key is added, or due, earlier."""
+        """Gives a key a turn after `after_s`, unless it is added, or due, earlier."""
         due = asyncio.get_running_loop().time() + after_s
         if key in self._due and self._due[key] <= due:
             return
@@ -91,7 +96,7 @@ class WorkQueue:
             try:
                 after_s = await self._handle(key)
                 self._failures.pop(key, None)
-            except Exception as error:
+            except Exception as error:  # the other keys have their turns
                 count = self._failures[key] = self._failures.get(key, 0) + 1
                 after_s = min(PAUSE_S * 2 ** min(count - 1, 16), PAUSE_MAX_S)
                 log.warning(

@@ -1,7 +1,7 @@
 """The resources of the operator, Dataset and TrainingJob, with their statuses and conditions. Pure.
 
-Every class mirrors a part of the schemas (`deploy/kubernetes/base/definitions`; `OPERATOR.md`
-explains the fields). A `Given...` is a specification as its user wrote it: the API server has
+Every class mirrors a part of the schemas (`deploy/kubernetes/base/definitions`); `OPERATOR.md`
+explains the fields. A `Given...` is a specification as its user wrote it: the API server has
 checked its types and patterns, and `specs.py` checks the rest.
 """
 
@@ -51,7 +51,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """Shares are percentages."""
+    """A node that has a part of a dataset in its cache. Shares are percentages."""
 
     name: str = ""
     state: str = ""
@@ -66,6 +66,7 @@ class NodeShare:
 
     @property
     def share_on_disk(self) -> int:
+        """The whole share counts if the share on disk was not measured."""
         return self.share if self.disk_share is None else self.disk_share
 
 
@@ -126,7 +127,7 @@ class Object:
     kind: str
     metadata: Metadata
     raw: Json = field(repr=False)
-    """The object as the API returned it, which is sent back when a status is written."""
+    """The object as the API returned it. All of it is sent back when a status is written."""
 
     @property
     def name(self) -> str:
@@ -146,11 +147,12 @@ class Object:
 
     @property
     def is_deleted(self) -> bool:
-        """Finalizers may still keep a deleted object."""
+        """Finalizers may still keep the object."""
         return self.metadata.is_leaving
 
     @property
     def owner(self) -> Json:
+        """The owner reference for objects that are made for this one."""
         return {
             "apiVersion": API_VERSION,
             "kind": self.kind,
@@ -191,6 +193,9 @@ def decode_training(raw: Json) -> TrainingObject:
         given=decode(GivenTraining, raw.get("spec")),
         status=decode(TrainingStatus, raw.get("status")),
     )
+
+
+# The specification of a Dataset
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +256,9 @@ class GivenDataset:
     preparation: GivenPreparation = field(default_factory=GivenPreparation)
 
 
+# The specification of a TrainingJob
+
+
 @dataclass(frozen=True, slots=True)
 class DatasetUse:
     name: str = ""
@@ -266,6 +274,9 @@ class GivenTraining:
     one_per_node: bool = True
     admission: str = ""
     restarts: int = 0
+
+
+# Conditions
 
 
 @dataclass(frozen=True, slots=True)

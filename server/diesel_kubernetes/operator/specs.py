@@ -60,6 +60,7 @@ class RepositoryPlace:
 
     @property
     def can_share_caches(self) -> bool:
+        """Whether a server or a Redis lets the nodes of a task find each other."""
         parsed = parse_url(self.url)
         scheme = parsed.meta.partition("://")[0] if parsed.meta else ""
         return parsed.scheme in ("diesel", "diesel+tls") or scheme in _META_SCHEMES
@@ -82,6 +83,7 @@ class DatasetSpec:
     keep: int
     """A purge keeps this number of versions; -1: no purge."""
     reclaims: bool
+    """Whether deleting the object deletes the data."""
     warms_up: bool
     placement: GivenPlacement
     preparation: GivenPreparation
@@ -92,7 +94,7 @@ class DatasetSpec:
 
 
 def parse_dataset(seen: DatasetObject, defaults: Defaults) -> DatasetSpec:
-    """Raises UsageError."""
+    """Raises UsageError, which names the field."""
     given = seen.given
     name = given.dataset or seen.name
     if not DATASET_NAME.fullmatch(name):
@@ -198,7 +200,7 @@ class TrainingSpec:
     replicas: int
     uses: tuple[DatasetUse, ...]
     template: Json
-    """This release may not know all of its fields."""
+    """The user's pod template; this release may not know all of its fields."""
     pod: PodSpec
     one_per_node: bool
     checks_storage: bool
@@ -208,7 +210,7 @@ class TrainingSpec:
 
 
 def parse_training(seen: TrainingObject) -> TrainingSpec:
-    """Raises UsageError."""
+    """Raises UsageError, which names the field."""
     given = seen.given
     if len(seen.name) > NAME_CHARS_MAX:
         raise UsageError(f"metadata.name has more than {NAME_CHARS_MAX} characters")

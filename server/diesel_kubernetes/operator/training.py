@@ -53,8 +53,8 @@ RETRY_S = 30.0
 SHOWN_NODES_MAX = 50
 
 MADE = "ObjectsMade"
-"""The condition of this type is false if the cluster has refused an object of the job, until the
-operator has made all objects."""
+"""The condition of this type is false if the cluster has refused an object of the job, true when
+the operator has made all objects after that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ NO_ACCOUNTS = (
 )
 
 
-USER_RATE = Rate(10, 6.0)
+USER_RATE = Rate(10, 6.0)  # 10 at once, then one in 6 s
 NETWORK_RATE = Rate(100, 0.6)
 """Keys cannot be guessed: these limits only bound the work and the lines in the log."""
 
@@ -64,8 +64,8 @@ class _AccountsCopy:
 
     accounts: Accounts = field(default_factory=dict)
     since_s: float = float("-inf")  # when the last read, or check that nothing changed, began
-    token: bytes = NO_TOKEN
-    problem: DieselError | None = None
+    token: bytes = NO_TOKEN  # changes with the table
+    problem: DieselError | None = None  # why the last read failed
     lost: bool = False  # the table is empty, and had accounts before
 
 
@@ -77,7 +77,7 @@ class TableAuthenticator:
         self._open_table = open_table
         self._clock = clock
         self._table: AccountTable | None = None
-        # The key of an unknown user; nobody has its private key
+        # Stands in for the key of an unknown user; nobody has its private key
         self._decoy_key = keys.public_key(keys.new_seed())
         self._reading_lock = threading.Lock()
         self._read_began_s = float("-inf")
@@ -156,6 +156,8 @@ class TableAuthenticator:
             return known.accounts, Role.READ
         return known.accounts, Role.ADMIN
 
+    # The copy
+
     def refresh(self) -> None:
         """Reads the table now, if it has changed. Logs a failure."""
         self._refresh(since_s=self._clock())
@@ -194,6 +196,7 @@ class TableAuthenticator:
             state = self._table.read()
             accounts, token = state.accounts, state.token
         is_empty = token == NO_TOKEN
+        # An empty table that had accounts before has been lost
         if not is_empty or not (before.lost or before.accounts):
             self._copy = _AccountsCopy(accounts, self._read_began_s, token)
         else:

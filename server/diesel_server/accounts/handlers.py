@@ -1,6 +1,7 @@
 """The requests about accounts: `users`, `set_user`, `remove_user`, `import_users`, `grant`.
 
-`DirectAdministration` checks, in the same step as the change, that the user may make it.
+`WIRE.md`, section 5, has their fields. `DirectAdministration` checks, in the same step as the
+change, that the user may make it.
 """
 
 from collections.abc import Callable, Mapping

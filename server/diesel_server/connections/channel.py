@@ -43,7 +43,7 @@ class ClientChannel:
         self.sent_bytes = 0
 
     async def wait(self) -> None:
-        """A cancelled wait loses no bytes."""
+        """Waits for bytes. A cancelled wait loses none."""
         if self._start == self._end:
             self._start = self._end = 0
             self._end = await self._some(self._buffer)
@@ -96,7 +96,7 @@ class ClientChannel:
         await self.send_left(self.send_now(parts))
 
     def send_now(self, parts: Sequence[Bytes]) -> list[memoryview]:
-        """Returns the rest, for `send_left`."""
+        """Sends without a wait. Returns the rest, for `send_left`."""
         views = byte_views(parts)
         self.sent_bytes += sum(map(len, views))
         if self._transport.buffers_internally:

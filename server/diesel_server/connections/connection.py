@@ -1,5 +1,8 @@
 """One client's connection to the server: greeting, login, requests and answers (`WIRE.md`).
 
+This module decides the order of events on a connection, their deadlines, the answer to each error,
+and the lines in the log. `channel.py` moves bytes, and `requests/dispatcher.py` runs handlers.
+
 Concurrency: one task reads requests. Each request under way has a task of its own, which answers
 it; a lock lets one of these tasks write at a time. Memory for a request is taken from the worker's
 budget before its payload is received, and given back after its answer. Every wait has a deadline,
@@ -60,7 +63,8 @@ class Authenticator(Protocol):
         ...
 
     def current(self, account: Account) -> Account:
-        """Raises PermissionDenied if the user was removed or has another key."""
+        """The account as it is now. Raises PermissionDenied if the user was removed or has another
+        key."""
         ...
 
 
@@ -80,9 +84,9 @@ class ConnectionContext:
     redactions: Mapping[str, str] = field(default_factory=dict)
     """Texts that clients must not see (all spellings of a store's address), with replacements,
     longest first. Everything that a connection sends goes through `redacted`."""
-    under_way: int = 0
-    by_user: Counter[str] = field(default_factory=Counter)
-    is_draining: bool = False
+    under_way: int = 0  # requests
+    by_user: Counter[str] = field(default_factory=Counter)  # requests under way
+    is_draining: bool = False  # the server shuts down
     refusals: RefusalLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -140,7 +144,7 @@ class ClientConnection:
         self._writing = trio.Lock()
         self._slots = trio.Semaphore(limits.REQUESTS_PER_CONNECTION_MAX)
         self._ids: set[int] = set()
-        self._waiting: trio.CancelScope | None = None
+        self._waiting: trio.CancelScope | None = None  # of the wait for the next request
         self._nursery: trio.Nursery | None = None
         self._counted = (0, 0)  # bytes received and sent that the metrics have
 
@@ -151,7 +155,7 @@ class ClientConnection:
                 if await self._log_in(held):
                     await self._serve_requests()
         except ClientGone as error:
-            if str(error):
+            if str(error):  # of the TLS handshake
                 self.note_refusal("greeting", str(error))
         except (CorruptError, ForeignError) as error:
             self.note_refusal("frame", error.message)
@@ -164,7 +168,7 @@ class ClientConnection:
                 self._channel.close()
 
     async def refuse(self, reason: str, sentence: str) -> None:
-        """Call this in place of `run`."""
+        """Logs a refusal, sends the client the sentence, and closes. Call it in place of `run`."""
         self.note_refusal(reason, sentence)
         try:
             with trio.move_on_after(limits.REFUSING_S):
@@ -179,9 +183,11 @@ class ClientConnection:
                 self._channel.close()
 
     def stop(self) -> None:
-        """Requests under way finish; no other begins."""
+        """Lets requests under way finish, and begins no other."""
         if self._waiting is not None and not self._ids:
             self._waiting.cancel()
+
+    # Greeting and login
 
     async def _log_in(self, held: ExitStack) -> bool:
         """Returns whether the client is a user now. `held` keeps the user's place among the
@@ -225,7 +231,7 @@ class ClientConnection:
         return await self._authenticate(message, nonce, binding)
 
     async def _greet(self) -> tuple[bytes, bytes]:
-        """The nonce is empty if the client was refused."""
+        """Returns the nonce for the client (empty if it was refused), and the binding."""
         self._channel, binding = await self._opener()
         self._secured = binding != wire.NO_BINDING
         await self._channel.wait()
@@ -283,6 +289,8 @@ class ClientConnection:
             log.exception("a login met a bug: from=%s", self._peer)
             await self._send_final_error(DieselError("internal error"))
         return None
+
+    # Requests
 
     async def _serve_requests(self) -> None:
         ended: Exception | None = None
@@ -405,6 +413,7 @@ class ClientConnection:
             self._account_s = trio.current_time()
 
     async def _reject(self, message: Message, number: int, do: str, rejection: _Rejection) -> None:
+        """Answers a rejected request; logs refusals."""
         error = rejection.error
         if isinstance(error, PermissionDenied) or rejection.outcome == "busy":
             self.note_refusal(
@@ -463,6 +472,8 @@ class ClientConnection:
             if self._context.is_draining:
                 self.stop()
 
+    # Sending
+
     async def _answer_error(
         self, number: int, error: DieselError, retry_after_s: float | None = None
     ) -> None:
@@ -481,7 +492,8 @@ class ClientConnection:
         return redacted
 
     async def _send(self, parts: "list[bytes | bytearray | memoryview]", size: int = 0) -> None:
-        """The frame has a payload of `size` bytes. Raises ClientGone if it takes too long."""
+        """Sends one frame with a payload of `size` bytes. Raises ClientGone if it takes too
+        long."""
         try:
             self._writing.acquire_nowait()
         except trio.WouldBlock:
@@ -495,7 +507,7 @@ class ClientConnection:
             self._writing.release()
 
     async def _exactly(self, size: int) -> bytearray:
-        if self._open_channel.has_buffered(size):
+        if self._open_channel.has_buffered(size):  # mostly so, and a deadline costs more
             return await self._open_channel.receive_exactly(size)
         with self._deadline(size):
             return await self._open_channel.receive_exactly(size)

@@ -40,14 +40,15 @@ class Listener:
     ) -> None:
         self._sockets = sockets
         self._context = context
-        self.certificate = certificate  # may be replaced at any time
+        self.certificate = certificate  # for new connections; it may be replaced at any time
         self._connections: set[ClientConnection] = set()
         self._refusing = 0
         self._stopping = trio.Event()
         self._drained = trio.Event()
 
     def stop(self) -> None:
-        """`run` ends when requests under way have ended, or after `DRAIN_S`."""
+        """Accepts no more clients. `run` ends when requests under way have ended, or after
+        `DRAIN_S`."""
         self._context.is_draining = True
         self._stopping.set()
         for connection in list(self._connections):
@@ -77,7 +78,7 @@ class Listener:
 
     async def _serve(self, accepted: trio.socket.SocketType, address: str, port: int) -> None:
         context = self._context
-        context.cells.add("diesel_connections_total")
+        context.cells.add("diesel_connections_total")  # metrics
         with accepted:
             shown = f"[{address}]" if ":" in address else address
             connection = ClientConnection(context, self._opener(accepted), shown, port)

@@ -1,7 +1,8 @@
 """The log of refusals: one line for each connection, login or request that the server refuses.
 
 No line has a secret key. The lines about one network are limited, so that a client that tries all
-night does not fill the disk; the next line has the number of those left out. For one event loop.
+night does not fill the disk; the next line has the number of those left out. The metrics count
+every refusal. For one event loop.
 """
 
 import logging
@@ -20,7 +21,8 @@ LINE_RATE = Rate(20, 5.0)
 """A network may cause 20 lines at once, then one in 5 s (`limits.network_of`)."""
 
 NETWORKS_MAX = 1024
-"""Beyond this number, the network that was silent longest is forgotten."""
+"""Beyond this number, the network that was silent longest is forgotten. If lines about more of them
+are left out, all counts of left-out lines are dropped: they only inform."""
 
 _TEXT_MAX = 64
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-:[]%")

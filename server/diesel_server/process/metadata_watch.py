@@ -22,10 +22,11 @@ EVERY_S = 5.0
 EVERY_S_MAX = 300.0
 """The pause grows up to this while comparisons fail: each lists all datasets' chunks."""
 
-_DEADLINE_S = 3.0
+_DEADLINE_S = 3.0  # for an answer of Redis
 
 Runs = Callable[[], Sequence[str]]
-"""Returns the run IDs of the metadata store's servers. Blocks. Raises DieselError."""
+"""Returns the run IDs of the metadata store's servers; Redis makes a new one at each start. Blocks.
+Raises DieselError."""
 
 
 class RedisRuns:
@@ -48,7 +49,7 @@ class RedisRuns:
 async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None:
     """Never returns. `runs` is None if the metadata store is not a Redis."""
     one_thread = trio.CapacityLimiter(1)
-    compared: Sequence[str] | None = None
+    compared: Sequence[str] | None = None  # at the last comparison
     succeeded = True
     has_begun = False
     pause_s = EVERY_S
@@ -59,7 +60,7 @@ async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None
                 now = await trio.to_thread.run_sync(
                     runs, limiter=one_thread, abandon_on_cancel=True
                 )
-            except DieselError:  # Redis is away
+            except DieselError:  # Redis is away, which requests report
                 now = compared
         if not has_begun or not succeeded or now != compared:
             if succeeded and compared is not None:
@@ -74,7 +75,8 @@ async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None
 
 
 def recommit_lost(repository: LocalRepository) -> bool:
-    """Blocks. Returns False if a comparison failed and must be repeated."""
+    """Commits lost chunks again, and logs the datasets. Blocks. Returns False if a comparison
+    failed and must be repeated."""
     try:
         if repository.meta_problem is not None:
             return False

@@ -39,7 +39,7 @@ START_S = 60.0
 """A starting worker may wait for a Redis that loads its data."""
 
 _END_S = limits.DRAIN_S + 8.0  # for all workers to end; then they are killed
-_PAUSE_S = 0.1  # before a worker is started again; doubles up to the maximum
+_PAUSE_S = 0.1  # before a worker is started again; it doubles up to the maximum
 _PAUSE_S_MAX = 10.0
 _BEATS_MISSED_MAX = 15  # looks, one a second; a healthy loop was never busy for longer than one
 _WELL_S = 60.0  # after a worker has lived for this time, the pause is short again
@@ -111,6 +111,8 @@ class Supervisor:
         if options.metrics is not None:
             port = self._metrics[0].getsockname()[1]
             log.info("metrics at http://%s/metrics", HostPort(options.metrics.host, port))
+
+    # Workers
 
     async def _start_all(self, nursery: trio.Nursery) -> None:
         """Returns when all workers accept connections. Raises the error of the first that
@@ -241,6 +243,8 @@ class Supervisor:
             for process in list(self._running.values()):
                 await process.wait()
 
+    # Signals
+
     async def _handle_signals(self, signals: AsyncIterator[int], nursery: trio.Nursery) -> None:
         async for number in signals:
             if number == signal.SIGHUP:
@@ -263,11 +267,11 @@ class Supervisor:
 async def _start_report(
     process: trio.Process, status: trio.lowlevel.FdStream, config: WorkerConfig
 ) -> bytes:
-    """The report is empty if the worker ended without one. Raises DeadlineError."""
+    """Returns the worker's report, empty if it ended without one. Raises DeadlineError."""
     assert process.stdin is not None
     with trio.move_on_after(START_S):
         async with status:
-            with suppress(trio.BrokenResourceError):
+            with suppress(trio.BrokenResourceError):  # it has ended; its report may have the reason
                 await process.stdin.send_all(config_line(config))
             return await _all(status)
     raise DeadlineError(f"a worker did not start within {START_S:g} s", advice="see its log")
@@ -288,6 +292,7 @@ def _no_process(error: OSError) -> DieselError:
 
 
 def _start_error(report: bytes, code: int) -> DieselError:
+    """Takes the error from the report, if it has one."""
     try:
         fields = json.loads(report)
         return error_by_class_name(

@@ -1,4 +1,4 @@
-"""Puts the parts of a worker together."""
+"""Puts the parts of a worker together: stores, caches, accounts, handlers of requests."""
 
 import logging
 import os
@@ -41,10 +41,10 @@ from .worker_config import WorkerConfig
 log = logging.getLogger("diesel.server")
 
 _STORE = "the server's store"
-_ACCOUNTS_S = 3.0
+_ACCOUNTS_S = 3.0  # for an answer of the accounts' store
 
 MEMORY_TIER_BYTES = 256 << 20
-"""A worker without a cache folder keeps this in memory: dozens of chunks."""
+"""Without a cache folder, a worker keeps this much in memory: dozens of chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Wiring:
 
 
 WireUp = Callable[[WorkerConfig, MetricCells], Wiring]
-"""Blocks. Raises DieselError."""
+"""Tests pass others than `wire_up`. Blocks. Raises DieselError."""
 
 
 def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
@@ -110,6 +110,7 @@ def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
 
 
 def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
+    """Texts that clients must not see, longest first, and their replacements."""
     found = {url.full_url: _STORE, url.objects_url: _STORE}
     if url.scheme == "file":
         found |= dict.fromkeys((str(url.path), os.path.realpath(url.path)), _STORE)

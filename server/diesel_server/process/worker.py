@@ -4,7 +4,8 @@ It is a program of its own and not a fork, since libraries of object stores hang
 processes.
 
 At SIGTERM, or when the supervisor ends, a worker finishes the requests under way, for at most
-`DRAIN_S`, and ends. SIGHUP makes it load its certificate again.
+`DRAIN_S`, and ends. SIGHUP makes it load its certificate again. It ignores a terminal's other
+signals, which the supervisor handles.
 """
 
 import gc
@@ -127,7 +128,7 @@ def _exit_after_drain() -> None:
 
 
 def _watch_parent(stopped: trio.Event) -> None:
-    """The end of the supervisor closes this process's standard input."""
+    """Sets `stopped` when the supervisor ends, which closes this process's standard input."""
     token = trio.lowlevel.current_trio_token()
 
     def watch() -> None:
@@ -157,7 +158,7 @@ def _shared(config: WorkerConfig) -> memoryview:
 def _report(config: WorkerConfig, line: str) -> None:
     """Only the first report arrives. Its descriptor stays taken, so that a later one, of an error
     that ends the worker, is not written into a connection that has got the same number."""
-    with suppress(OSError):
+    with suppress(OSError):  # the supervisor has ended
         os.write(config.status, line.encode() + b"\n")
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), config.status, inheritable=False)

@@ -26,10 +26,10 @@ class WorkerConfig:
     url: str = field(repr=False)
     slot: int  # the worker's number, from 0
     is_first: bool  # the server is starting: an error of the worker ends the server
-    sockets: Sequence[int]
-    cells: int
-    workers: int
-    status: int
+    sockets: Sequence[int]  # descriptors of the listening sockets
+    cells: int  # descriptor of the shared memory of the metrics
+    workers: int  # number of all workers
+    status: int  # descriptor for the report
     certificate: str
     key: str
     cache: str

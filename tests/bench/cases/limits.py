@@ -37,7 +37,8 @@ ANNOUNCING = Path(__file__).parent.parent / "probes" / "announcing.py"
 
 
 def snapshot(bench: Workbench) -> list[Row]:
-    """In the order of a dataset's life."""
+    """Make the snapshot of N1M, add to it, open it, look paths up: in the order of a dataset's
+    life."""
     name = N1M.name
 
     def ask(what: str, fresh_cache: str = "") -> dict[str, float]:
@@ -95,7 +96,8 @@ def snapshot(bench: Workbench) -> list[Row]:
 
 
 def read_many(bench: Workbench) -> list[Row]:
-    """Two passes in a fresh process, from chunks on the local disk and in the page cache."""
+    """Two passes of `read_many` in a fresh process, from chunks on the local disk and in the page
+    cache, with files named by indices and by paths."""
     with stored(bench, D4) as data:
 
         def passes(by: str) -> Rounds:
@@ -119,6 +121,8 @@ def read_many(bench: Workbench) -> list[Row]:
 
 
 class _Passes(TypedDict):
+    """The output of `probes/read.py`."""
+
     seconds: list[float]
     files: int
     bytes: int
@@ -136,6 +140,8 @@ def read_twice(data: Stored, seed: int, by: str, first: str) -> list[float]:
 
 
 def run_overhead(bench: Workbench) -> list[Row]:
+    """The start of a command that does nothing, and an epoch of 1.28 million files on a mount."""
+
     def seconds(*command: str) -> float:
         start_s = time.perf_counter()
         subprocess.run(command, check=True)
@@ -175,6 +181,7 @@ def run_overhead(bench: Workbench) -> list[Row]:
 
 @contextmanager
 def _published(bench: Workbench) -> Iterator[tuple[Plugin, Path, dict[str, str]]]:
+    """A plugin that ends idle mounts at once, a folder for targets, and a volume with D4."""
     shape, source = bench.prepared(D4)
     with bench.scratch() as folder:
         dlcmd, targets = Dlcmd(folder), folder / "targets"
@@ -192,6 +199,8 @@ def _read_first_byte(target: Path) -> None:
 
 
 def csi_publish(bench: Workbench) -> list[Row]:
+    """The time from NodePublishVolume to the first byte, of a volume that is not mounted here yet,
+    and of one that shares a mount."""
     with _published(bench) as (plugin, targets, attributes):
 
         def seconds(name: str) -> float:
@@ -218,7 +227,8 @@ def csi_publish(bench: Workbench) -> list[Row]:
 
 
 def csi_many(bench: Workbench) -> list[Row]:
-    """Each volume has a mount of its own."""
+    """Fifty volumes, each with a mount of its own, published and unpublished side by side; four
+    mounts start at once."""
     volumes = MANY if bench.divisor == 1 else MANY_WHEN_TRIED
     with _published(bench) as (plugin, targets, attributes):
         plugin.kubelet.deadline_s = 600

@@ -63,6 +63,7 @@ def readers_text(count: int) -> str:
 
 
 def kernel_epochs(bench: Workbench) -> list[Row]:
+    """D4 in its second epoch, in another order, by one reader and by two."""
     rows: list[Row] = []
     counted = "READs, OPENs and GETATTRs in the epoch, in the worst round"
     with stored(bench, bench.shape(D4)) as data:
@@ -85,6 +86,8 @@ def kernel_epochs(bench: Workbench) -> list[Row]:
 
 
 def kernel_readers(bench: Workbench) -> list[Row]:
+    """1 to 16 readers at once in later epochs of D4: the rates of an epoch that they share, in an
+    order of its own, after a first epoch."""
     with stored(bench, bench.shape(D4)) as data:
 
         def rates(side: str, *options: str) -> dict[str, float]:
@@ -155,6 +158,8 @@ def read_first_epoch(
 
 
 def kernel_first(bench: Workbench) -> list[Row]:
+    """The first epoch on a fresh mount, from the moment at which it is ready, with a walk of its
+    folders."""
     rows: list[Row] = []
     since = "from the return of the mount command on, with a walk of all folders; one reader"
     for wanted, ratio in FIRST_RATIO.items():
@@ -183,6 +188,8 @@ def kernel_first(bench: Workbench) -> list[Row]:
 
 
 def native_first(bench: Workbench) -> list[Row]:
+    """D4 on a fresh mount, against squashfuse, our kernel session, and the kernel's packed
+    images."""
     session, stock, images = bench.session_options, sys.executable, (SQUASHFS, EROFS)
     policies = ("on-demand", "oneshot")
     with stored(bench, bench.shape(D4)) as data:
@@ -221,6 +228,7 @@ def native_first(bench: Workbench) -> list[Row]:
 
 
 def native_second(bench: Workbench) -> list[Row]:
+    """D4 resident, read by loops of this Python and of another one, against tmpfs."""
     options = (*bench.session_options, *ONESHOT)
     loops, missing = _loops()
     with stored(bench, bench.shape(D4)) as data:
@@ -286,6 +294,7 @@ def _loops() -> tuple[dict[str, Callable[[Order], ReadReport]], dict[str, NotMea
 
 
 def native_larger(bench: Workbench) -> list[Row]:
+    """D110, all loaded from the start, against squashfuse."""
     session = bench.session_options
     with stored(bench, bench.shape(D110)) as data:
         data.mount_once(*session)
@@ -337,7 +346,7 @@ def native_file(bench: Workbench) -> list[Row]:
 
 
 def _end_users_of(folder: Path) -> None:
-    """Returns when these processes are gone."""
+    """End the processes that have a file below this folder open, and wait until they are gone."""
     end_s = time.monotonic() + END_S
     ended: set[int] = set()
     while users := _users_of(folder):
@@ -358,6 +367,7 @@ def _users_of(folder: Path) -> set[int]:
 
 
 def kernel_ls(bench: Workbench) -> list[Row]:
+    """`ls -lR` of N1M on a fresh mount, and again on the same mount."""
     rounds = _listed(bench, {OURS: KERNEL, OVER_PYFUSE3: PYFUSE3})
     rows = _ls_rows(rounds, OURS, "kernel", at_most(3), at_most(1.5))
     return rows + _ls_rows(rounds, OVER_PYFUSE3, "pyfuse3", at_most(8), None)
@@ -369,6 +379,7 @@ def native_ls(bench: Workbench) -> list[Row]:
 
 
 def _listed(bench: Workbench, sessions: Mapping[str, tuple[str, ...]]) -> Rounds:
+    """Lists mounts of some sessions, and the same tree in tmpfs."""
     shape, dlcmd = bench.shape(N1M), bench.n1m
     with ExitStack() as stack:
         tree = cache(lambda: stack.enter_context(in_memory(shape)))
@@ -427,8 +438,8 @@ def ready(bench: Workbench) -> list[Row]:
 
 
 def native_start(bench: Workbench) -> list[Row]:
-    """The time from the start of `dlcmd mount` to the first byte of a file of N1M, with the image
-    that an earlier mount made, and with none."""
+    """The time from the start of `dlcmd mount` to the first byte of a file of N1M over
+    `bench.session`, with the image that an earlier mount made, and with none."""
     dlcmd, session = bench.n1m, bench.session_options
     with bench.scratch() as source:
         (source / "file").write_bytes(bytes(D4.file_bytes))

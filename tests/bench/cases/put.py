@@ -54,6 +54,7 @@ def rates(
 
 
 def put(source: Path, shape: Shape, folder: Path, meta: str = "") -> float:
+    """Put a folder of files into a new repository; the seconds."""
     dlcmd = Dlcmd(folder)
     dlcmd.environment["DIESEL_URL"] = f"{dlcmd.url}{meta}"
     seconds = dlcmd.seconds("put", str(source), shape.name)
@@ -83,6 +84,7 @@ def rate_of(wanted: Shape, tar_ratio: float) -> Callable[[Workbench], list[Row]]
 
 
 def from_tar(bench: Workbench) -> list[Row]:
+    """Putting a tar of small files, against putting the folder that it was made of."""
     shape, source = bench.prepared(D1M)
     with bench.scratch() as made:
         archive = made / "d1m.tar"
@@ -96,6 +98,7 @@ def from_tar(bench: Workbench) -> list[Row]:
 
 
 def unpack(bench: Workbench) -> list[Row]:
+    """Putting a compressed tar of small files, and again, against unpacking it to the disk."""
     shape, source = bench.prepared(D4L)
     again: list[float] = []
     with bench.scratch() as made:
@@ -142,6 +145,7 @@ def peak_memory(bench: Workbench) -> list[Row]:
 
 
 def with_redis(bench: Workbench) -> list[Row]:
+    """D4L, its metadata in Redis, against SQLite beside the chunks."""
     shape, source = bench.prepared(D4L)
 
     def ours(folder: Path) -> float:
@@ -155,6 +159,7 @@ def with_redis(bench: Workbench) -> list[Row]:
 
 
 def recover(bench: Workbench) -> list[Row]:
+    """N1M's metadata into an empty Redis, and the rate of commits beside it."""
     dlcmd, name, entries = bench.n1m, bench.shape(N1M).name, bench.shape(N1M).files
 
     def recovered() -> dict[str, float]:

@@ -92,6 +92,7 @@ class Serving:
 
 @contextmanager
 def _with_d4(bench: Workbench) -> Iterator[tuple[Serving, Server]]:
+    """A server through which D4 was put."""
     shape, source = bench.prepared(D4)
     with bench.scratch() as folder, ExitStack() as stack:
         serving = Serving(stack, folder)
@@ -101,6 +102,7 @@ def _with_d4(bench: Workbench) -> Iterator[tuple[Serving, Server]]:
 
 
 def put(bench: Workbench) -> list[Row]:
+    """D4 through a server, against the same put without one."""
     shape, source = bench.prepared(D4)
 
     def seconds(folder: Path, *, through: bool) -> float:
@@ -170,6 +172,7 @@ def snapshot(bench: Workbench) -> list[Row]:
 
 
 def read(bench: Workbench) -> list[Row]:
+    """Small files and whole chunks, against objects of the S3 server behind the server."""
     shape, source = bench.prepared(D4)
     with bench.scratch() as folder, ExitStack() as stack:
         s3 = stack.enter_context(s3_server(folder))
@@ -236,6 +239,7 @@ def _chunks(bench: Workbench, how: str, ours: Side, urls: list[str], ratio: floa
 
 
 def _upload(url: str, contents: list[bytes]) -> None:
+    """Put files as objects of their own, with numbers as names."""
     place = urlsplit(url)
     link = http.client.HTTPConnection(place.netloc)
     for number, content in enumerate(contents):

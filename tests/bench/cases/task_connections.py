@@ -36,7 +36,8 @@ def measure(bench: Workbench) -> list[Row]:
 
     If clients connect to the owners of the chunks that they read, the master of each node has a
     connection of each client. Otherwise only the master of their own node has connections, perhaps
-    several of one client.
+    several of one client. Memory is measured before and after; the kernel's is the memory charged
+    to a control group of the master.
     """
     count, processes = (max(each // bench.divisor, 2) for each in (CLIENTS, PROCESSES))
     idle_s = max(IDLE_S / bench.divisor, 1.0)
@@ -79,6 +80,8 @@ class _Look:
 
 
 class _Master:
+    """The processes of the master of a node, in a control group if one can be made."""
+
     def __init__(self, stack: ExitStack, task: Running, rank: int) -> None:
         self._pids = task.task.masters(rank)
         assert self._pids, f"there is no master on node {rank}"
@@ -89,6 +92,7 @@ class _Master:
             stack.callback(task.stop)  # so that it can be removed
 
     def look(self, seconds: float) -> _Look:
+        """Measure the state, and then the processor time for some seconds."""
         resident_bytes = sum(rollup_bytes(str(pid)).get("Rss", 0) for pid in self._pids)
         kernel_bytes = None if self._group is None else self._group.kernel_bytes()
         sockets, start_s, used_s = self.sockets(), time.monotonic(), self._processor_s()
@@ -109,6 +113,7 @@ class _Master:
 
 
 def _connected(stack: ExitStack, task: Running, count: int, processes: int) -> list[ClientProcess]:
+    """Start the processes, which open the dataset `count` times together."""
     rank, clients = RANKS["of its own node"], []
     for number in range(processes):
         part = count // processes + (number < count % processes)

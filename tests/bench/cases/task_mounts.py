@@ -1,5 +1,5 @@
 """Benchmarks of mounts on the nodes of a task, which read an epoch in known random order with less
-memory than the dataset has."""
+memory than the dataset has: small files, and files of 110 KiB."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,7 +40,8 @@ EGRESS_BYTES_MIN = 4 << 20  # a few answers of nodes are late on a busy machine
 
 @dataclass(slots=True)
 class Mounted:
-    """A mount on the first node of a task. Nearly all files must come from a cache."""
+    """A mount on the first node of a task; its files are read epoch by epoch. Nearly all must come
+    from a cache."""
 
     bench: Workbench
     task: Running
@@ -49,6 +50,7 @@ class Mounted:
     epoch: int = 0
 
     def read(self) -> dict[str, float]:
+        """Read the next epoch in a random order that is announced to the mount before."""
         self.epoch += 1
         order = random_order(self.task.shape, self.mount.path, self.epoch, self.folder)
         before = self.mount.counts().reads
@@ -66,6 +68,7 @@ class Mounted:
 
 
 def memory_of(shape: Shape) -> int:
+    """Memory of a node that must hold half of the dataset."""
     return max(shape.bytes // 2, MEMORY_MIN)
 
 
@@ -128,9 +131,10 @@ def _no_delay(task: Running) -> Iterator[None]:
 
 
 def small_files(bench: Workbench) -> list[Row]:
-    """D4L through a mount that has half of it in its node's memory: against such mounts with all in
-    their disk cache, in a task of one node and without a task, and against Memcached with the same
-    files: one by one, as a mount is read (figure 11a of the paper), and many in one request."""
+    """D4L in a known random order through a mount that has half of it in its node's memory: against
+    such mounts with all in their disk cache, in a task of one node and without a task, and against
+    Memcached, which is asked for the same files in such an order: one by one, as a mount is read
+    (figure 11a of the paper), and many in one request."""
     with ExitStack() as stack:
         task = stack.enter_context(running(bench, D4L))
         alone = stack.enter_context(running(bench, D4L, 1))
@@ -181,7 +185,9 @@ def small_files(bench: Workbench) -> list[Row]:
 
 
 def large_files(bench: Workbench) -> list[Row]:
-    """D110 through such a mount, against the bandwidth of TCP between two nodes."""
+    """D110 in a known random order through a mount that has half of it in its node's memory,
+    against the bandwidth of TCP between two nodes: with links as fast as the machine, and with
+    limited ones."""
     rows: list[Row] = []
     with running(bench, D110) as task, mounted(task) as mountpoints, bench.scratch() as folder:
         mount = Mounted(bench, task, Mount(mountpoints[0]), folder)

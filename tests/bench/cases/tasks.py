@@ -1,4 +1,6 @@
-"""Benchmarks of the cache of a task by its Python interface."""
+"""Benchmarks of the cache of a task by its Python interface: reads of single files and batches,
+filling and keeping the cache, recovery after a node's death, and eviction.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -54,7 +56,8 @@ PLAN_FILES, PLAN_GROUP, PLAN_PACE_S = 8_000, 10, 0.25
 
 
 def reads(bench: Workbench) -> list[Row]:
-    """T4 from the caches of four nodes, by one client and by one a node."""
+    """T4 from the caches of four nodes: batches, single files, by one client and by one a node,
+    against the prototype of the data plane and memcached on the same nodes."""
     with running(bench, T4) as task, ExitStack() as stack:
         task.start()
         task.warm_s()
@@ -85,8 +88,9 @@ def reads(bench: Workbench) -> list[Row]:
 
 
 def local(bench: Workbench) -> list[Row]:
-    """T4 on a node that holds all of it: batches against numpy, which gathers the same files;
-    single files against those of four nodes that come through the node's own master."""
+    """T4 on a node that holds all of it: batches against numpy, which gathers the same files in the
+    same process; single files against those of four nodes that come through the node's own master.
+    """
     with running(bench, T4, 1) as one, running(bench, T4) as four:
         one.start()
         four.start(peers_through_master=True)
@@ -110,7 +114,8 @@ def local(bench: Workbench) -> list[Row]:
 
 
 def egress(bench: Workbench) -> list[Row]:
-    """The first epoch, which every node reads whole, in its own order."""
+    """The reads from the store in the first epoch, which every node reads whole, in its own
+    order."""
     rows = []
     for count in (1, 2, 4):
         with running(bench, T4, count) as task:
@@ -158,6 +163,7 @@ def cold(bench: Workbench) -> list[Row]:
 
 
 def _file_by_file(task: Running) -> Measured:
+    """The rate of filling memcached if each file is read from the store by itself: files/s."""
     paths = task.shape.paths()[:: max(task.shape.files // (SAMPLE * NODES), 1)]
     task.put_files(paths)
 
@@ -233,7 +239,8 @@ def recovery(bench: Workbench) -> list[Row]:
 
 
 def policies(bench: Workbench) -> list[Row]:
-    """Half of T4 fits the caches together."""
+    """Half of T4 fits the caches together: the share of random reads that find their chunk
+    there."""
     rows = []
     with running(bench, T4, chunk_bytes=SMALL_CHUNK_BYTES) as task:
         half = task.task.stored_bytes // 2 // NODES
@@ -266,6 +273,7 @@ def _counted(task: Running) -> tuple[int, int]:
 
 
 def too_large(bench: Workbench) -> list[Row]:
+    """T4 is a fifth larger than the caches together: random batches with and without them."""
     with running(bench, T4) as task:
         count = max(100 // bench.divisor, 2)
         part = int(task.task.stored_bytes / 1.2) // NODES
@@ -293,11 +301,12 @@ def too_large(bench: Workbench) -> list[Row]:
 
 def planned(bench: Workbench) -> list[Row]:
     """The bytes that the store gives in an epoch to four nodes with memory for half of the dataset,
-    divided by the least possible (`planned_nodes.py`).
+    divided by the least possible: eviction by plan, and `lru`.
 
-    The readers read in step, and are paced, as training is: an epoch takes half a minute, and the
-    masters' knowledge of each other is more than a second old. The machine's speed does not matter,
-    as long as it keeps the pace.
+    The readers announce their orders, read in step, and are paced, as training is: an epoch takes
+    half a minute, and the masters' knowledge of each other is more than a second old.
+    `planned_nodes.py` has the optimum. The machine's speed does not matter, as long as it keeps the
+    pace.
     """
     rows = []
     with (

@@ -31,6 +31,9 @@ RATE_AGAIN, READS_AGAIN, PEAK = "files/s, second", "READs a file, second", "peak
 
 
 class _Setting:
+    """D4L in small chunks, the options of a mount of `session` with a budget of a tenth, and those
+    of one that keeps all resident."""
+
     def __init__(self, data: Stored, session: tuple[str, ...]) -> None:
         self.data, self.bench = data, data.bench
         self.budget_bytes = data.shape.bytes // BUDGET_PART
@@ -105,12 +108,14 @@ def _setting(bench: Workbench, session: tuple[str, ...] = KERNEL) -> Iterator[_S
 
 
 def _peak(rounds: Rounds) -> Measured:
+    """The greatest memory, in the worst round, from a control group."""
     if PEAK in rounds.runs[OURS][0]:
         return worst(rounds.ours(PEAK))
     return NotMeasured("no control group can be made here")
 
 
 def chunk_wise(bench: Workbench) -> list[Row]:
+    """D4L in chunk-wise order with a budget of a tenth, against everything resident."""
     with _setting(bench) as setting:
         runs = {each: alternate(bench.rounds, setting.sides(each)) for each in READERS}
     limit_mb = 1.3 * setting.budget_bytes / 1e6 + OWN_MB
@@ -136,6 +141,8 @@ def chunk_wise(bench: Workbench) -> list[Row]:
 
 
 def native(bench: Workbench) -> list[Row]:
+    """D4L in chunk-wise order with a budget of a tenth over `bench.session`, against the same
+    session when all was pushed before, and against everything resident."""
     with _setting(bench, bench.session_options) as setting:
         data, order = setting.data, setting.epochs[0]
 
@@ -163,6 +170,7 @@ def native(bench: Workbench) -> list[Row]:
 
 
 def unplanned(bench: Workbench) -> list[Row]:
+    """D4L in true random order with a budget of a tenth, with and without loading ahead."""
     with _setting(bench) as setting:
         data, files = setting.data, setting.data.shape.files // UNPLANNED_PART
         order = random_order(data.shape, data.mountpoint, 0, data.folder, files=files)

@@ -40,6 +40,7 @@ _RUN = (str(PROGRAM), "-q", "run")
 
 
 def time_of_epochs(bench: Workbench) -> list[Row]:
+    """Files of 4 KiB and of 110 KiB; the mount has memory for all of them."""
     rows: list[Row] = []
     for wanted in (D4, D110):
         with ground_of(bench, wanted) as ground:
@@ -64,6 +65,7 @@ def time_of_epochs(bench: Workbench) -> list[Row]:
 
 
 def sessions(bench: Workbench) -> list[Row]:
+    """D4 in small chunks and in chunk-wise order: pyfuse3 beside the other sessions."""
     rows: list[Row] = []
     size = str(max(CHUNK_BYTES // bench.divisor, CHUNK_BYTES_MIN))
     with ground_of(bench, D4, "--chunk-size", size) as ground:

@@ -1,6 +1,8 @@
 """Benchmark of the accuracy of a network trained with images in chunk-wise order, compared with
-full shuffle. It repeats figure 13 of the paper (DIESEL, section 6.5), which finds no loss, in
-small: with made images, many seeds and intervals. Nothing is timed.
+full shuffle: a table, and a plot beside the bench. It repeats figure 13 of the paper (DIESEL,
+section 6.5), which finds no loss, in small: with made images, many seeds and intervals.
+
+Nothing is timed, so a busy machine only makes it take longer.
 """
 
 import json
@@ -74,6 +76,7 @@ class Difference:
 
     @property
     def farthest(self) -> float:
+        """The greatest distance of the interval from 0."""
         return abs(self.mean) + self.half_width
 
     @property
@@ -86,8 +89,11 @@ class Difference:
 
 
 def measure(bench: Workbench) -> list[Row]:
-    """The images lie in a repository twice: packed into chunks in random order, and class after
-    class. Full shuffle does not depend on that."""
+    """Train a small network with each order and seed, and test it.
+
+    The images lie in a repository twice: packed into chunks in random order, and class after class.
+    Full shuffle does not depend on that. All networks of a seed begin with the same weights.
+    """
     images = IMAGES // bench.divisor
     numbers = {
         "epochs": max(EPOCHS // bench.divisor, 2),
@@ -134,6 +140,7 @@ def measure(bench: Workbench) -> list[Row]:
 
 
 def put_images(folder: Path, pixels: Pixels, packed: Mapping[str, Indices]) -> Dlcmd:
+    """A repository with images, in a dataset for each order in which they are packed."""
     dlcmd = Dlcmd(folder)
     for name, order in packed.items():
         tar = folder / f"{name}.tar"
@@ -145,12 +152,13 @@ def put_images(folder: Path, pixels: Pixels, packed: Mapping[str, Indices]) -> D
 
 
 def probe(dlcmd: Dlcmd, seed: int, *words: str) -> dict[str, float]:
+    """The output of `learning_probe.py` for a seed."""
     name = "experiments.learning_probe"
     return probes.run(name, dlcmd, str(seed), *words, deadline_s=PROBE_S_MAX)
 
 
 def probe_seeds(bench: Workbench, dlcmd: Dlcmd, seeds: int, *words: str) -> Runs:
-    """The output of `learning_probe.py` for each seed; two seeds if the bench is only tried."""
+    """Its output for each seed; two seeds if the bench is only tried."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         numbers = range(seeds if bench.divisor == 1 else 2)
         return list(pool.map(lambda seed: probe(dlcmd, seed, *words), numbers))

@@ -1,10 +1,14 @@
 """Benchmarks of importance sampling, beside the tables of iCache (HPCA 2023).
 
-`accuracy` and `accuracy_of_less` train a network with 50 % or 30 % of the samples of each epoch,
-chosen by importance, at random, and with substitutes (tables I and III). `hits` simulates the
-prefetch planner of a mount, without time, and counts the samples that are in memory (figures 11 and
-16). `jobs` trains two jobs with a shared cache for 20 % of their dataset (figure 14). `epochs`
-(figure 10) is a training loop without a model on a mount of a store with 5 ms and 200 MB/s.
+`accuracy` and `accuracy_of_less` train a network with half of the samples of each epoch, or 30 %,
+chosen by importance, at random, and with substitutes (tables I and III). `hits` is the part of an
+epoch's samples in memory (figures 11 and 16) by the prefetch planner of a mount, at the sizes of
+CIFAR-10 and ImageNet, with the losses that a network has left in each epoch of `accuracy`, drawn
+again with replacement; time is not simulated. `jobs` trains two jobs on one dataset with a shared
+cache for 20 % (figure 14), which keeps the samples that are important to one of them, or to both by
+percentile and benefit: on a real mount, and simulated. `epochs` is a training loop without a model
+on a real mount of a store with 5 ms and 200 MB/s, `overhead` the time and memory for 1.28 million
+samples.
 
 The paper's samples lie one by one on a file system; ours lie in chunks.
 """
@@ -116,6 +120,7 @@ Losses = npt.NDArray[np.float32]
 
 
 def accuracy(bench: Workbench) -> list[Row]:
+    """Train a small network in each way and with each seed, and test it."""
     runs = _trainings(bench, SHARE, SEEDS)
     rows, lines = _compared(runs, SHARE)
     ways = [way for way in _ways(runs) if way != FULL]
@@ -135,7 +140,7 @@ def accuracy_of_less(bench: Workbench) -> list[Row]:
 
 
 def _trainings(bench: Workbench, share: float, seeds: int, *ways: str) -> Runs:
-    """All ways if none is named."""
+    """The output of the probe for each seed; without `ways`, for all of them."""
     with bench.scratch() as folder:
         dlcmd, numbers = _packed(bench, folder), json.dumps({**_numbers(bench), "share": share})
         return probe_seeds(bench, dlcmd, seeds, "ways", numbers, json.dumps(ways))
@@ -171,6 +176,7 @@ def _compared(runs: Runs, share: float) -> tuple[list[Row], Mapping[str, Sequenc
 
 
 def _packed(bench: Workbench, folder: Path) -> Dlcmd:
+    """A repository with images that have a long tail, packed in random order."""
     images = IMAGES // bench.divisor
     order = np.random.default_rng(PACKING_SEED).permutation(images)
     return put_images(folder, made_long_tail(images, IMAGES_SEED), {"images": order})
@@ -189,6 +195,7 @@ def _numbers(bench: Workbench) -> dict[str, float]:
 
 
 def hits(bench: Workbench) -> list[Row]:
+    """Simulate epochs with recorded losses, at several sizes of caches and datasets."""
     with bench.scratch() as folder:
         recorded = _recorded(bench, _packed(bench, folder), folder / "losses", 0)
     rows = []
@@ -262,6 +269,7 @@ def _parts_in_memory(losses: Losses, cache: float) -> tuple[dict[str, float], fl
 
 
 def _by_lru(losses: Losses, cache: float, rule: DrawRule | None) -> float:
+    """Hits of a cache that evicts the least recently read sample."""
     room = int(cache * losses.shape[1])
     cached: OrderedDict[int, None] = OrderedDict()
     hits, reads = 0, 0
@@ -384,8 +392,8 @@ def _shared(losses: Sequence[Losses], senders: Sequence[int]) -> tuple[float, ..
 
 
 def _timed_jobs(bench: Workbench) -> tuple[dict[str, Samples], dict[str, str]]:
-    """Two jobs train side by side on one mount. Returns the seconds of an epoch of both, and
-    notes."""
+    """Two jobs train on one mount, side by side, and one of them or both send their importances:
+    the seconds of an epoch of both, and notes."""
     rounds: dict[str, list[list[float]]] = {name: [] for name in SENDING}
     benefits: dict[str, str] = {}
     with _stored_slowly(bench) as (shape, slow):
@@ -454,7 +462,7 @@ def _mounted(bench: Workbench, shape: Shape, slow: SlowStore, *options: str) -> 
 
 
 def _result_of(training: "subprocess.Popen[str]") -> _Trained:
-    """Raises CalledProcessError."""
+    """The output of a training at its end. Raises CalledProcessError."""
     try:
         output, _ = training.communicate(timeout=DEADLINE_S)
     finally:
@@ -466,8 +474,9 @@ def _result_of(training: "subprocess.Popen[str]") -> _Trained:
 
 
 def epochs(bench: Workbench) -> list[Row]:
-    """The ablation of figure 10 on a mount. No epoch is known before it begins. Without
-    importances, the files that were read first leave first, as by LRU."""
+    """The ablation of figure 10 on a mount: base, importance sampling, H-cache and L-cache. No
+    epoch is known before it begins. Without importances, the files that were read first leave
+    first, as by LRU."""
     with _stored_slowly(bench) as (shape, slow):
 
         def run(way: str, evict: str) -> dict[str, float]:
@@ -506,6 +515,7 @@ def epochs(bench: Workbench) -> list[Row]:
 
 
 def overhead(bench: Workbench) -> list[Row]:
+    """The sampler's and the mount's time and memory for 1.28 million samples."""
     count = SIZES["ImageNet"] // bench.divisor
     command = [sys.executable, "-P", str(_PROGRAM), "overhead", str(count)]
     result: dict[str, float] = json.loads(last_line(command))

@@ -33,7 +33,7 @@ from diesel_fs.torch.sources import SampleSource
 
 EPOCHS, BATCH, WORKERS = 6, 64, 2
 BATCH_OF_JOBS = 32  # 20 such batches of samples in memory are timed, and no more may be there
-COUNTED = 3
+COUNTED = 3  # the last epochs
 CHANGE = 0.2
 JOBS_DIFFER = 0.7
 
@@ -123,6 +123,7 @@ def train(mount: str, way: str, share: float, store: str, job: int = 0) -> None:
 
 
 def overhead(count: int) -> None:
+    """Time and memory of the sampler for samples without files."""
     entries = np.arange(count)
     files = ChunkedFiles(entries, entries // 1000, np.zeros((count // 1000 + 1, 16), np.uint8))
     module.sample_files = lambda _: SampleSource("x", "x", 1, files, None)  # type: ignore[attr-defined,assignment]  # patched

@@ -154,6 +154,7 @@ def trained_in_order(
 def in_orders(
     url: str, seed: int, numbers: dict[str, int], orders: list[tuple[str, str, int]]
 ) -> dict[str, float]:
+    """The percentage of right answers by order, and a measure of the evenness of the batches."""
     tested = numbers["test_images"]
     test = tensors(made_images(tested, numbers["test_seed"]), labels_of(tested))
     report: dict[str, float] = {}
@@ -185,6 +186,7 @@ class Chooser:
         )  # fmt: skip
 
     def epoch(self, number: int) -> Indices:
+        """The samples of an epoch, in the order of reading."""
         self.sampler.set_epoch(number)
         given = np.array(list(self.sampler))
         if number < self.sampler.warm_up or self.way in (FULL, IMPORTANCE, WEIGHTED, GRADIENT):

@@ -7,11 +7,11 @@ other systems then run with that rate, so the paper's gain by threads is not mod
 the paper are averages over a training, ours of the last simulated epoch.
 
 NoPFS (Dryden et al., SC 2021; github.com/spcl/NoPFS, `Sampler.cpp` and the two prefetchers): a
-process for each GPU with an equal part of the memory, of which a staging buffer of 1 GiB is filled
-in the order of access and emptied by use. The rest holds the files that this process reads most
-often in the whole training, chosen at the start; files that another process of the node holds are
-read from there. PyTorch: the kernel's page cache (least recently used, 40 GB), and workers that
-read two batches each ahead.
+process for each GPU with an equal part of the memory, of which a staging buffer of 1 GiB (as in its
+configurations) is filled in the order of access and emptied by use. The rest holds the files that
+this process reads most often in the whole training, chosen at the start; files that another process
+of the node holds are read from there. PyTorch: the kernel's page cache (least recently used, 40
+GB), and workers that read two batches each ahead.
 """
 
 import time
@@ -109,6 +109,7 @@ class NoPfs:
         return cls(files, job, reads, sources)
 
     def timed(self, store_bytes_per_s: float) -> EpochForecast:
+        """Its second epoch, with this rate of the store."""
         store = replace(self.job.store, bytes_per_s=store_bytes_per_s)
         job = replace(self.job, store=store)
         return timed(job, self.files, self.reads, self.sources, shares_memory=False)[-1]
@@ -129,8 +130,8 @@ class NoPfs:
 def _most_read(
     job: ForecastJob, files: ForecastFiles, cache_bytes: int, epochs_trained: int
 ) -> npt.NDArray[np.bool_]:
-    """The files that any process of NoPFS holds. Of files that are read equally often, the
-    first."""
+    """The files that any process of NoPFS holds: each process holds those that it reads most often
+    in the whole training; of equal ones, the first."""
     reads = np.zeros((job.world, len(files)), np.uint8)
     for epoch in range(epochs_trained):
         order = epoch_order(job, files, epoch)
@@ -158,7 +159,7 @@ def hit_ratios(bench: Workbench) -> list[Row]:
         forecast(job, files, policy, reads=reads, layout="files").later
         for policy in ("plan", "none", "lru")
     )
-    # The page cache has all of the memory
+    # Workers read file by file, two batches each ahead; the page cache has all of the memory
     memory = job.node.memory_bytes + job.node.window_bytes
     ahead = int(2 * WORKERS * BATCH * RANKS * files.bytes / len(files))
     torch = replace(job, workers=0, node=replace(job.node, window_bytes=ahead, memory_bytes=memory))
@@ -200,6 +201,7 @@ def hit_ratios(bench: Workbench) -> list[Row]:
 
 
 def _one_by_one(job: ForecastJob, files: ForecastFiles) -> list[EpochReads]:
+    """The reads of each epoch if each file is loaded by itself."""
     orders = (epoch_order(job, files, epoch) for epoch in range(job.epochs))
     return [cut_epoch(job, files, order, push_files=1) for order in orders]
 
@@ -236,7 +238,8 @@ def imbalance(bench: Workbench) -> list[Row]:
 
 
 def speed(bench: Workbench) -> list[Row]:
-    """The processor time of a simulation: with one thread, it is the time on an idle machine."""
+    """Simulating ImageNet-1K: 8 ranks, 3 epochs, one policy and order. The figure is processor
+    time, the time on an idle machine, since there is one thread."""
     files = made_files(FILES_1K // bench.divisor, BYTES_1K / bench.divisor)
     memory = files.bytes // 10
     node = ForecastNode(files.bytes // 50, memory, 2 * memory)

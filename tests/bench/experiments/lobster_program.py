@@ -7,14 +7,14 @@ The loader is one of these:
 - `plan`: PyTorch's, of files in the rank's mount; the rank announces their order, as `dlcmd run`
   does;
 - `store`: PyTorch's, of files that lie in the store one by one;
-- `nopfs`: a policy like that of NoPFS (`lobster.py`) for the same files: threads of each rank fetch
-  files in the order of access into a staging buffer. The rest of the rank's memory holds the files
-  that this rank reads most often in the whole training. A file that another rank holds is read from
-  there, at no cost (the caches are a folder in memory that all ranks see).
+- `nopfs`: a policy like that of NoPFS (Dryden et al., SC 2021) for the same files: threads of
+  each rank fetch files in the order of access into a staging buffer. The rest of the rank's memory
+  holds the files that this rank reads most often in the whole training. A file that another rank
+  holds is read from there, at no cost (the caches are a folder in memory that all ranks see).
 
-The program prints as JSON how long each rank waited in each iteration of each epoch, and for NoPFS
-the number of files that were in the staging buffer when the loader wanted them. Between two epochs
-it prints a line, and waits for one.
+How long each rank waited in each iteration of each epoch is printed as JSON, and for NoPFS the
+number of files that were in the staging buffer when the loader wanted them. Between two epochs the
+program prints a line, and waits for one.
 """
 
 import json
@@ -60,6 +60,8 @@ class Options:
 
 
 class _Files:
+    """A dataset of paths. Its items are the sizes of their contents."""
+
     def __init__(self, paths: Sequence[str], options: Options, rank: int) -> None:
         self._paths, self._options, self._rank = paths, options, rank
         self._store: _Store | None = None
@@ -90,6 +92,7 @@ class _Store:
 
 
 def _most_read(counts: dict[str, int], sizes: dict[str, int], options: Options) -> set[str]:
+    """The files that a rank of NoPFS holds, chosen at the start."""
     kept, left_bytes = set(), options.rank_bytes
     for path in sorted(counts, key=lambda each: -counts[each]):
         if sizes[path] <= left_bytes:

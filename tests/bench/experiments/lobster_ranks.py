@@ -3,10 +3,10 @@ in each iteration, and read files of unequal sizes from a slow store in a full r
 (Lobster, sections 5.2, 5.3 and 5.5).
 
 The nodes are network namespaces of this machine, and each has a mount; together they are a task. A
-step of a GPU is a sleep. The other sides are PyTorch's loader on the same files, one by one in the
-same store, without a cache (in the paper it has the kernel's page cache, which keeps little of a
-random order), and a policy like that of NoPFS (`lobster_program.py`), with as much memory, and with
-the caches of other ranks at no cost.
+step of a GPU is a sleep. The other sides are PyTorch's loader on the same files, which lie in the
+same store one by one, without a cache (in the paper it has the kernel's page cache, which keeps
+little of a random order), and a policy like that of NoPFS, written in `lobster_program.py`: with as
+much memory, and with the caches of other ranks at no cost.
 
 *On time*: files that were in memory when they were read. *Kept*: bytes that the store did not give
 in an epoch. Both are of the epochs after the first one.
@@ -214,6 +214,7 @@ def _ground(bench: Workbench) -> Iterator[_Ground]:
 
 
 def measure(bench: Workbench) -> list[Row]:
+    """Time, imbalance and hits of later epochs, against both."""
     with _ground(bench) as ground:
         rounds = alternate(bench.rounds, {side: partial(ground.run, side) for side in _LOADERS})
     name = f"{RANKS} ranks on {NODES} nodes, memory for {MEMORY_PART:.0%}, real"

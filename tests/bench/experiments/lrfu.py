@@ -1,5 +1,6 @@
-"""The third experiment of DLCache (sections III-C.2 and IV), a simulation as in the paper: the time
-that jobs wait for their datasets if a node's storage holds only a part of them, by eviction policy.
+"""The third experiment of DLCache (sections III-C.2 and IV): the time that jobs wait for their
+datasets if a node's storage holds only a part of them, by eviction policy. As in the paper, it is a
+simulation.
 
 The datasets are the paper's: traffic (TrafficInrix, 96 GB) used once; ImageNet (136 GB) again and
 again; CSE-CIC-IDS2018 (6.89 GB) by two jobs, the second with some old and some new files;
@@ -10,12 +11,14 @@ those of the starting job are pinned.
 
 **Ours** is LRFU and decides with `diesel_fs.cache.policies.lrfu`, as a cache folder does.
 **Cost-aware LRFU** is the paper's: among blocks of equal worth, the one that costs least for each
-byte goes first. **LFU** counts all references, also those before an eviction.
+byte goes first. **LFU** counts all references, also those before an eviction, and breaks ties by
+last use. **Greedy** evicts the block that costs least.
 
-The paper leaves open the constants below. Jobs that share LibriSpeech are drawn into the sequence
-at random; a further run starts them at once. Each byte costs the same, as all chunks of a cache
-folder come from one store; two further runs make one dataset three times as dear, and one lets the
-blocks of each dataset differ, as the paper seems to. p and step are the product's defaults.
+The paper leaves open the constants below, and three things that matter more. Jobs that share
+LibriSpeech are drawn into the sequence at random; a further run starts them at once. Each byte
+costs the same, as all chunks of a cache folder come from one store; two further runs make one
+dataset three times as dear, and one lets the blocks of each dataset differ, as the paper seems to.
+p and step are the product's defaults; `grid_table` shows others.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,7 +44,8 @@ STORAGE_BYTES = np.linspace(160e9, 260e9, 10)
 ORDERS = 50
 
 BLOCK_BYTES = 1e9
-"""The mean size of a block; the paper gives none. ImageNet can then be evicted in 136 parts."""
+"""The mean size of a block. A block is a file of the bucket, and archives are cut to some size; the
+paper gives none. With 136 blocks, a dataset can be evicted in parts."""
 BLOCK_SIGMA = 0.5
 """Standard deviation of the logarithms of sizes: one block in six has 1.6 times the median or
 more."""
@@ -100,7 +104,7 @@ class Blocks:
             byte_s = 1 / DOWNLOAD_BYTES_PER_S + 1 / EXTRACT_BYTES_PER_S
             byte_s *= dearer.get(NAMES[dataset], 1.0)
             vary = rng.lognormal(0.0, cost_sigma, blocks)
-            vary *= size.sum() / (vary * size).sum()  # the dataset's cost stays the same
+            vary *= size.sum() / (vary * size).sum()  # so that each dataset has its cost
             sizes.append(size)
             costs.append(size * byte_s * vary)
             numbers.append(np.arange(count, count + blocks))
@@ -179,6 +183,7 @@ class Workload:
     seed: Sequence[int]
 
     def prepared_s(self, blocks: Blocks, order: Order, attenuation: Attenuation = DEFAULT) -> float:
+        """The time that all jobs together need to prepare their blocks."""
         storage = Storage(blocks, attenuation, np.random.default_rng(self.seed))
         is_here = np.zeros(len(blocks.bytes), np.bool_)
         held_bytes = total_s = 0.0
@@ -229,6 +234,7 @@ def workloads(
 
 
 def simulate(bench: Workbench) -> list[Row]:
+    """All workloads with all policies: our total time against each of the others."""
     blocks = Blocks.drawn({})
     jobs = workloads(bench, blocks, ORDERS)
     hours = _hours(blocks, jobs)
@@ -285,6 +291,7 @@ def grid_table(blocks: Blocks, jobs: Sequence[Workload]) -> str:
 
 
 def _compared(name: str, hours: Mapping[str, Values]) -> list[Row]:
+    """Our median and deciles against those of the others."""
     ours, rows = hours[OURS], []
     deciles = np.percentile(ours, DECILES)
     for other, theirs in hours.items():
@@ -309,6 +316,7 @@ def _compared(name: str, hours: Mapping[str, Values]) -> list[Row]:
 
 
 def _plot(bench: Workbench, blocks: Blocks, hours: Mapping[str, Values]) -> None:
+    """The distributions, and the least time of each workload."""
     least = float(blocks.cost_s.sum()) / 3600
     highest = max(float(np.percentile(each, 99)) for each in hours.values())
     places = np.linspace(0.95 * least, highest, 150)

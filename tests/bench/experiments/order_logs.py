@@ -45,7 +45,7 @@ THREADS = 8  # for files and parts of chunks
 UNIT = 2048  # files of one push, as in a mount
 DISK_BYTES_PER_S, DISK_REQUESTS_PER_S, REQUEST_BYTES = 100e6, 2_000, 1 << 20
 STORE_S, STORE_BYTES_PER_S = 0.005, 200e6
-EPOCHS = 2
+EPOCHS = 2  # number of measured epochs
 WRITTEN, FETCHED, REQUESTS = "written/dataset", "fetched/dataset", "requests/file"
 
 
@@ -68,6 +68,7 @@ class LimitedDisk(Pace):
     """Makes reads and writes of this process take as long as a slow disk takes."""
 
     def serve(self, size: int) -> None:
+        """Wait until the disk has served a request of `size` bytes."""
         requests = max(-(-size // REQUEST_BYTES), 1)
         self.take(max(size / DISK_BYTES_PER_S, requests / DISK_REQUESTS_PER_S))
 
@@ -115,6 +116,7 @@ class _SlowStore(ReadWrapper):
 
 
 def _index(data: Stored, view: Snapshot) -> Entries:
+    """The entry of each file."""
     return view.lookup_many([name.encode() for name in data.shape.paths()]).astype(np.uint32)
 
 
@@ -123,11 +125,12 @@ def _order(data: Stored, seed: int) -> Indices:
 
 
 def unlimited(bench: Workbench) -> list[Row]:
+    """LCache's figure 5 in shape, on this machine's disk."""
     return _figure5(bench, (D4L, D110), None)
 
 
 def limited(bench: Workbench) -> list[Row]:
-    """There are fewer files, as this takes minutes."""
+    """The same with a disk of 100 MB/s and 2,000 requests/s. Fewer files, as it takes minutes."""
     return _figure5(bench, (D4L.scaled(10), D110.scaled(4)), LimitedDisk())
 
 
@@ -142,6 +145,7 @@ def _figure5(bench: Workbench, shapes: Sequence[Shape], disk: LimitedDisk | None
 
 
 def _sides(data: Stored, part: float, disk: LimitedDisk | None) -> dict[str, Side]:
+    """The three ways to read, with this part of the dataset on the disk."""
     shape, count, names = data.shape, data.shape.files, data.shape.paths()
     is_here = np.random.default_rng(99).permutation(count) < part * count
 

@@ -1,12 +1,12 @@
-"""Benchmarks of the costs of `dlcmd run`: the bytes and requests that a mount with little memory
+"""Benchmarks of what `dlcmd run` costs: the bytes and requests that a mount with little memory
 takes from its store for a shuffled order, and the time that announcing takes if all is in memory.
 
 The script (`training_program.py`) is stock PyTorch with `shuffle=True` and two persistent workers;
 a step is a sleep. No order of loads takes fewer files than Belady's MIN with that memory for pages,
 which knows the whole order, loads a file when the loop wants it, and drops the one whose next use
-is farthest. The counts of a mount are up to a second old, so the script stops after each epoch
-until they are right; the store's are read before that, since the mount goes on loading files of the
-next epoch.
+is farthest. The order is the one in which the loop got its samples. The counts of a mount are up to
+a second old, so the script stops after each epoch until they are right; the store's are read before
+that, since the mount goes on loading files of the next epoch.
 """
 
 import heapq
@@ -107,6 +107,8 @@ def order_of(sums: Sums, shape: Shape) -> Order:
 
 
 class _Stats(TypedDict):
+    """A part of a mount's statistics."""
+
     reads: dict[str, int]
     residency: dict[str, int]
 
@@ -134,6 +136,7 @@ class Ground:
         self, dlcmd: Dlcmd, source: Path | str, *prefix: str, epochs: int, step_s: float,
         **more: object,
     ) -> list[Epoch]:  # fmt: skip
+        """Run the script, with these words before its command."""
         options = {
             "source": str(source), "list": str(self.folder / "list"), "epochs": epochs,
             "batch": BATCH, "workers": WORKERS, "compute_s": step_s, **more,
@@ -200,6 +203,7 @@ def _room_files(residency: dict[str, int], shape: Shape) -> int:
 
 @contextmanager
 def ground_of(bench: Workbench, wanted: Shape, *options: str) -> Iterator[Ground]:
+    """The files of a shape in a slow store, put with these options of `dlcmd put`."""
     shape, source = bench.prepared(wanted)
     with bench.scratch() as folder, slow_store(folder, source, DATASET, *options) as slow:
         write_list(shape.paths(), folder / "list")
@@ -207,6 +211,7 @@ def ground_of(bench: Workbench, wanted: Shape, *options: str) -> Iterator[Ground
 
 
 def store_bytes(bench: Workbench) -> list[Row]:
+    """Bytes and requests from the store, and READs of the mount, in each setting."""
     rows: list[Row] = []
     for setting in SETTINGS:
         with ground_of(bench, setting.shape) as ground:
@@ -233,6 +238,7 @@ def store_bytes(bench: Workbench) -> list[Row]:
 
 
 def overhead(bench: Workbench) -> list[Row]:
+    """The same script with and without `dlcmd run`, on one mount that has all files in memory."""
     rows: list[Row] = []
     with ground_of(bench, D4) as ground, bench.scratch() as folder:
         dlcmd, mountpoint = ground.slow.user(folder), folder / "mount"

@@ -81,6 +81,7 @@ class Rates:
 
     @classmethod
     def measure(cls, task: RunningTask) -> "Rates":
+        """Time small parts of chunks, and whole chunks, several at once."""
         keys = [key for key in task.s3.objects if "/chunks/" in key]
         place = urlsplit(task.s3.endpoint)
 
@@ -104,6 +105,8 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class _Ground:
+    """The task's dataset in its store, and the settings that a forecast and a mount share."""
+
     task: RunningTask
     folder: Path
 
@@ -131,6 +134,8 @@ class _Ground:
 
 
 class _Training:
+    """One training job on real mounts: its epochs, as they went."""
+
     def __init__(self, ground: _Ground, order: Order, memory_bytes: int) -> None:
         task, folder = ground.task, ground.folder
         task.options = {"memory": str(memory_bytes)}
@@ -163,6 +168,7 @@ class _Training:
 
 
 def measure(bench: Workbench) -> list[Row]:
+    """All settings and orders."""
     rows = []
     with (
         bench.scratch() as folder,
@@ -188,6 +194,7 @@ def measure(bench: Workbench) -> list[Row]:
 
 
 def _rows(name: str, forecast: list[Figures], observed: list[Figures]) -> list[Row]:
+    """The differences of the run from the forecast."""
     requests, sizes, hits = [], [], []
     for side in (forecast, observed):
         requests.append(sum(each.requests for each in side))

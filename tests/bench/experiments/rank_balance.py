@@ -53,6 +53,8 @@ _SITE = Path(__file__).parent / "by_turns"
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
+    """The dataset in its store, and a disk cache that has all but the first rank's files."""
+
     bench: Workbench
     shape: Shape
     slow: SlowStore
@@ -60,7 +62,7 @@ class _Setting:
     full_cache: Path
 
     def options(self, cache: Path) -> tuple[str, ...]:
-        """There is memory for the whole dataset."""
+        """The options of a mount with a disk cache; there is memory for the whole dataset."""
         size = str(4 * self.shape.bytes)
         memory = ("--memory", str(6 * self.shape.bytes))
         return ("--cache-dir", str(cache), "--cache-size", size, *memory)
@@ -174,6 +176,7 @@ def _wait_for_end(folder: Path) -> None:
 
 
 def measure(bench: Workbench) -> list[Row]:
+    """Eight ranks in lockstep, one of which misses all its files."""
     with _setting(bench) as setting:
         sides = {
             OURS: lambda: setting.run(setting.cache),

@@ -35,8 +35,9 @@ class OrderOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """`lists` has a file with NUL-terminated paths for each rank, `mounts` its mount point. `order`
-    has the arguments of `control.drawn` for its `epochs`, of which `epoch` is read."""
+    """The options of reading; `lists` has a file with NUL-terminated paths for each rank, `mounts`
+    its mount point. `order` has the arguments of `control.drawn` for its `epochs`, of which `epoch`
+    is read."""
 
     lists: list[str]
     batch: int
@@ -82,6 +83,7 @@ def read(
 
 
 def main(text: str) -> None:
+    """Read, and print the times of each rank."""
     options = Options(**json.loads(text))
     ranks = range(len(options.lists))
     context = multiprocessing.get_context("fork")

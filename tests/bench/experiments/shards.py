@@ -20,7 +20,8 @@ _PROGRAM = Path(__file__).with_name("shards_program.py")
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The seconds of each pass over all samples, on the local disk in one process."""
+    """The time that a peer took to read all samples from the local disk in one process: the seconds
+    of each pass, as it iterates in its own shuffled order, and by random indices."""
 
     files: int
     bytes: int
@@ -30,6 +31,7 @@ class Passes:
 
 
 def shard_bytes(bench: Workbench) -> int:
+    """The size of shards: small if the bench is only tried."""
     return max(SHARD_BYTES // bench.divisor, SHARD_BYTES_MIN)
 
 

@@ -102,6 +102,7 @@ PACK: dict[str, Callable[[str, str, int], None]] = {MDS: pack_mds, LIT: pack_lit
 
 
 def read_all(peer: str, folder: str, seed: int) -> dict[str, object]:
+    """Read all samples in one process, in batches: iterated, and by random indices."""
     if peer == MDS:
         clean_stale_shared_memory()
         dataset = streaming.StreamingDataset(local=folder, shuffle=True, batch_size=1)

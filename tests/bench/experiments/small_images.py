@@ -2,7 +2,8 @@
 always right.
 
 An image has the pattern of its class at a random place, a fainter one of any class at another, and
-noise. The same numbers give the same images on every machine with the same version of numpy.
+noise. So a classifier must find the patterns, and no classifier is right about all images. The same
+numbers give the same images on every machine with the same version of numpy.
 """
 
 import io
@@ -22,7 +23,7 @@ SIDE = 16
 CHANNELS = 3
 
 _HEADER = b"P6\n%d %d\n255\n" % (SIDE, SIDE)  # of a PPM; the pixels follow, row by row
-_PATTERN = 7
+_PATTERN = 7  # the side of a pattern
 _NOISE = 1.6  # standard deviation of the noise, in those of a pattern: full shuffle ends near 92 %
 _CONTRAST, _CONTRAST_OTHER = (0.7, 1.3), (0.0, 0.6)
 _KINDS, _KINDS_NOISE = 20, 0.6  # patterns of a class, and the noise, of images with a long tail
@@ -65,6 +66,7 @@ def _shown(
     own: Labels,
     others: Labels,
 ) -> Pixels:
+    """Images of noise with a pattern of their own and a fainter one, each at a random place."""
     count = len(pixels)
     for shown, contrasts in ((own, _CONTRAST), (others, _CONTRAST_OTHER)):
         contrast = draw.uniform(*contrasts, count).astype(np.float32)

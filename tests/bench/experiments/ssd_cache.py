@@ -59,6 +59,7 @@ FIRST_FILES, KILLED_AT = 256, 0.3
 
 
 def throughput(bench: Workbench) -> list[Row]:
+    """Files of 4, 32 and 110 KiB, with a quarter, half and all of them on the disk."""
     rows: list[Row] = []
     for wanted in SHAPES:
         with ground_of(bench, wanted) as place:
@@ -130,6 +131,8 @@ def _peer(place: Ground, part: float, kind: str) -> dict[str, float]:
 
 
 def index(bench: Workbench) -> list[Row]:
+    """The index of a log of 14.2 million files: made when an epoch begins, and loaded after a
+    crash."""
     files, size = INDEX_FILES // bench.divisor, INDEX_BYTES // bench.divisor
 
     def run(what: str) -> dict[str, float]:

@@ -5,11 +5,11 @@ file.
                                                          `training_program.Options`)
 
 `stock` is PyTorch's `DataLoader` with worker processes. `clairvoyant` does what NoPFS does on one
-node (`lobster.py`): it knows the order of each epoch, threads read files in this order into a
-staging buffer, a part of the memory holds files for the whole training, and the disk holds others.
-All files are read equally often, so it does not matter which. The pages of the local files are
-dropped before each epoch: with random orders, memory for a quarter of them would find some 3 % of
-them again.
+node (Dryden et al., SC 2021): it knows the order of each epoch, threads read files in this order
+into a staging buffer, a part of the memory holds files for the whole training, and the disk holds
+others. All files are read equally often, so which ones is of no account. The pages of the local
+files are dropped before each epoch: with random orders, memory for a quarter of them would find
+some 3 % of them again.
 """
 
 import http.client
@@ -100,7 +100,7 @@ class Clairvoyant:
         staged = places.memory_bytes // STAGING_DIVISOR
         self._pieces_ahead = max(staged // (PIECE * places.file_bytes), 1)
         kept = (places.memory_bytes - staged) // places.file_bytes
-        # Files in memory need not be on the disk
+        # What is in memory need not be on the disk
         wanted = [*np.flatnonzero(~files.is_local).tolist(), *np.flatnonzero(files.is_local)]
         self._kept: dict[int, Content | None] = dict.fromkeys(wanted[:kept])
         self._threads = ThreadPoolExecutor(THREADS)

@@ -1,5 +1,5 @@
-"""Experiment with 1 to 16 clients of a task's cache, spread over its nodes. It repeats figure 11a
-of the paper (DIESEL, section 6.4)."""
+"""Experiment with 1 to 16 clients of a task's cache, spread over its nodes: a table, and a plot
+beside the bench. It repeats figure 11a of the paper (DIESEL, section 6.4)."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,5 +1,6 @@
-"""Experiment: the rate of reading while nodes of a task die, one after the other. It repeats figure
-6 of the paper (DIESEL, section 4.2)."""
+"""Experiment: the rate of reading while nodes of a task die, one after the other: a table, and a
+plot over time beside the bench. It repeats figure 6 of the paper (DIESEL, section 4.2).
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ DEATHS = ((5.0, 3), (16.0, 2))
 SECONDS, BUCKET_S = 28.0, 0.5
 READERS = (0, 1)  # ranks of nodes that live
 MEMORY_PART = 0.6  # of the dataset, in each master: two of them hold all of it
-ROUNDS = 3
+ROUNDS = 3  # each takes a minute
 
 REFILLED = "memcached, the others refilled"
 SHOWN = {OURS: "DIESEL-FS", MEMCACHED: "memcached, as in the paper", REFILLED: REFILLED}
@@ -32,7 +33,8 @@ def measure(bench: Workbench) -> list[Row]:
 
     memcached is measured twice: once each miss is read from the store, as in the paper; once the
     remaining servers get the keys of the dead ones, and clients set the files that they miss. The
-    store answers each request, including ours, in 5 ms.
+    store answers each request, including ours, in 5 ms. The rows are the mean rates before each
+    death, after it, and at last.
     """
     scale = min(bench.divisor, 4)  # a shorter time if the bench is only tried
     seconds, bucket_s = SECONDS / scale, BUCKET_S / scale
@@ -113,5 +115,6 @@ def _mean(buckets: Sequence[str], run: Mapping[str, float]) -> dict[str, float]:
 def _converted(
     rounds: Rounds, convert: Callable[[Mapping[str, float]], dict[str, float]]
 ) -> Rounds:
+    """The rounds with other figures of each run."""
     runs = {side: [*map(convert, of_side)] for side, of_side in rounds.runs.items()}
     return Rounds(runs, rounds.missing)

@@ -1,5 +1,4 @@
-"""The experiments' own arithmetic, and that they measure every row: with tiny inputs, so the
-figures mean nothing."""
+"""The experiments' own arithmetic, and that they measure every row."""
 
 import os
 import tarfile
@@ -18,6 +17,7 @@ from . import access, accuracy, lobster, lrfu, plan_costs, small_images
 
 @pytest.mark.bench
 def test_the_study_of_accuracy_compares_every_order_with_full_shuffle(tmp_path: Path) -> None:
+    """With 200 images and 2 seeds: the figures mean nothing, but all are there."""
     rows = rows_of(tmp_path, "accuracy")
     shares = [row for row in rows if row["unit"] == accuracy.PERCENT]
     assert len(shares) == len(accuracy.LAYOUTS) * len(accuracy.GROUP_SIZES)
@@ -31,6 +31,7 @@ def test_the_study_of_accuracy_compares_every_order_with_full_shuffle(tmp_path: 
 @pytest.mark.bench
 @pytest.mark.fuse
 def test_the_benchmarks_of_importance_measure_every_row(tmp_path: Path) -> None:
+    """With tiny inputs: the figures mean nothing, but all are there."""
     rows = rows_of(tmp_path, "importance")
     names = [row["name"] for row in rows]
     assert sum(name.startswith("accuracy with 50%") for name in names) == 8
@@ -76,6 +77,7 @@ def test_images_survive_a_tar(tmp_path: Path) -> None:
 @pytest.mark.bench
 @pytest.mark.fuse
 def test_the_access_to_a_store_has_every_row(tmp_path: Path) -> None:
+    """With tiny inputs: the figures mean nothing, but all are there."""
     if os.geteuid():
         pytest.skip("only root can make native mounts")
     rows = rows_of(tmp_path, "access-time")
@@ -88,6 +90,7 @@ def test_the_access_to_a_store_has_every_row(tmp_path: Path) -> None:
 @pytest.mark.bench
 @pytest.mark.fuse
 def test_the_costs_of_a_plan_have_every_row(tmp_path: Path) -> None:
+    """With tiny inputs: the figures mean nothing, but all are there."""
     if os.geteuid():
         pytest.skip("only root can make native mounts")
     rows = rows_of(tmp_path, "plan-bytes")

@@ -3,9 +3,10 @@ with reading samples without a mount, in one process, from the local disk.
 
 The script (`training_program.py`) is stock PyTorch. Its files lie on the local disk, in the store
 one by one, or on a mount of ours; the peers read shards of the same files from the same store. One
-run of all sides takes minutes, so there is one round, except in `steps` and `tuning`. These repeat
-the experiments 1 and 2 of DLCache (section IV), with 50 batches for the paper's 100. The paper's
-baseline reads a disk with 4 or 8 workers; ours reads the files one by one from the store.
+run of all sides takes minutes, so there is always one round, except in `steps` and `tuning`: these
+repeat the experiments 1 and 2 of DLCache (section IV), with 50 batches for the paper's 100, and a
+sleep in the place of the model as there. The paper's baseline reads a disk with 4 or 8 workers;
+ours reads the files one by one from the store.
 """
 
 import json
@@ -85,6 +86,7 @@ def little_memory(bench: Workbench) -> list[Row]:
 
 
 def rates(bench: Workbench) -> list[Row]:
+    """The rates of the loaders without a model, with files of 110 KiB and of 4 KiB."""
     rows: list[Row] = []
     for shape in (D110, D4):
         with _setting(bench, shape, has_model=False) as setting:
@@ -98,6 +100,7 @@ def rates(bench: Workbench) -> list[Row]:
 
 
 def steps(bench: Workbench) -> list[Row]:
+    """Steps of 0 to 300 ms, with a cold cache and 4 workers: the experiment 1 of DLCache."""
     rows: list[Row] = []
     with _setting(bench, _of_batches(STEP_BATCHES), peers=()) as setting:
         for step_s in STEPS_S:
@@ -116,7 +119,8 @@ def steps(bench: Workbench) -> list[Row]:
 
 
 def tuning(bench: Workbench) -> list[Row]:
-    """Too few and too many workers, in a loop for which 4 are enough, with a plan and without."""
+    """Too few and too many workers, in a loop for which 4 are enough, with a plan and without: the
+    experiment 2 of DLCache."""
     enough = f"loader of {ENOUGH_WORKERS} with a plan"
     with _setting(bench, _of_batches(STEP_BATCHES), peers=()) as setting:
         sides: dict[str, Side] = {}
@@ -137,6 +141,7 @@ def tuning(bench: Workbench) -> list[Row]:
 
 
 def _of_batches(count: int) -> Shape:
+    """As many files of 110 KiB as these batches have."""
     return replace(D110, name=f"{count} batches of D110", files=count * BATCH, folders=count)
 
 
@@ -153,12 +158,15 @@ def decoding(bench: Workbench) -> list[Row]:
 
 
 def program(*words: str) -> list[str]:
+    """The command that runs the script in the Python of training."""
     script = Path(__file__).with_name("training_program.py")
     return [python_of_training(), "-P", str(script), *words]
 
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
+    """A dataset in a store, in each form that a side reads."""
+
     bench: Workbench
     shape: Shape
     source: Path
@@ -198,6 +206,7 @@ class _Setting:
     def stock(
         self, source: str, *prefix: str, environment: Mapping[str, str] | None = None
     ) -> dict[str, float]:
+        """Run the stock script with its files at a place."""
         options = json.dumps({**self.options, "source": source})
         command = [*prefix, *program("train", options)]
         epochs: list[dict[str, float]] = json.loads(last_line(command, environment))
@@ -290,6 +299,7 @@ def _figures(epochs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _time_rows(setting: _Setting, rounds: Rounds, what: str) -> list[Row]:
+    """Each plan against the limits of waiting, and against each other side."""
     rows: list[Row] = []
     targets = _targets(rounds, at_most(SLOWER_MAX))
     for part, limit in _PARTS.items():
@@ -318,9 +328,9 @@ def _epochs(part: str) -> str:
 
 
 def api(bench: Workbench) -> list[Row]:
-    """Files on the local disk and in the page cache, read in one process by all readers in turns:
-    our first pass, which loads and checks the chunks, against the first one of each peer, and the
-    best pass of each."""
+    """Files of 4 KiB and of 110 KiB on the local disk and in the page cache, read in one process by
+    all readers in turns: our first pass, which loads and checks the chunks, against the first one
+    of each peer, and the best pass of each."""
     rows: list[Row] = []
     for shape, ratio in API_RATIOS.items():
         with stored(bench, bench.shape(shape)) as data:

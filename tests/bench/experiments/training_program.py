@@ -4,11 +4,13 @@
     python training_program.py decode SECONDS
 
 `source` is a folder with the files, or the URL of a bucket with each file as an object; `list`
-names a file with their NUL-terminated paths. `orders` names such a file for each epoch; without
-them the loader shuffles. Samples are undecoded bytes. Each batch is summed, as a copy to an
-accelerator reads it; then the loop sleeps, in the place of the model, until a batch has taken
-`compute_s`. The times of each epoch are printed as JSON. `decode` decodes a JPEG of about 110 KiB
-in a process for each processor, and prints images and bytes a second.
+names a file with their NUL-terminated paths. `orders` names such a file for each epoch, which the
+script reads when the epoch begins; without them the loader shuffles. Samples are undecoded bytes.
+Each batch is summed, as a copy to an accelerator reads it; then the loop sleeps, in the place of
+the model, until a batch has taken `compute_s`. The times of each epoch are printed as JSON. The
+script can also read counters after each epoch, and write down the order of its samples. `decode`
+decodes a JPEG of about 110 KiB in a process for each processor, and prints images and bytes a
+second.
 """
 
 import http.client
@@ -134,10 +136,12 @@ class Listed(Sampler[int]):  # type: ignore[misc] # mypy skips torch
 
 
 def content(data: bytes) -> Content:
+    """The bytes of a file as a sample, without a copy."""
     return np.frombuffer(data, np.uint8)
 
 
 def train(loader: Iterable[torch.Tensor], options: Options) -> list[Epoch]:
+    """Iterate the loader, which gives tensors of bytes, and measure each epoch."""
     epochs, order = [], []
     for _ in range(options.epochs):
         epoch = Epoch()
@@ -187,7 +191,7 @@ def be_quiet() -> None:
 
 
 def jpeg() -> bytes:
-    """Noise with the size and the number of bytes of a photo."""
+    """An image of noise, which has the size and the number of bytes of a photo."""
     rows, columns = HEIGHT // SMOOTHNESS, WIDTH // SMOOTHNESS + 1
     noise = np.random.default_rng(0).integers(0, 256, (rows, columns, 3), np.uint8)
     image = Image.fromarray(noise).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
@@ -197,6 +201,7 @@ def jpeg() -> bytes:
 
 
 def decoded_per_s(data: bytes, seconds: float) -> float:
+    """Images a second of one process."""
     count, start_s = 0, time.perf_counter()
     while (now_s := time.perf_counter()) < start_s + seconds:
         Image.open(io.BytesIO(data)).convert("RGB")

@@ -21,6 +21,7 @@ _REASON_CHARS = 300
 
 
 def installed(name: str) -> str:
+    """The path of a program in the peers' environment."""
     program = PROGRAMS / name
     if not program.exists():
         raise PeerMissing(f"{name} is not in {PROGRAMS.parent}: run `make bench`")
@@ -60,6 +61,7 @@ def python_of_training() -> str:
 
 
 def output_of(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """Run a peer, and return its output."""
     try:
         done = subprocess.run(
             command, env=environment, check=False, capture_output=True, text=True,

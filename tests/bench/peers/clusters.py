@@ -43,6 +43,8 @@ def listen_at(place: NodeHost, port: int, what: str) -> None:
 
 
 class _Servers(ExitStack):
+    """A server on each node, and clients of them; all end with it."""
+
     name = ""
     port = 0
 
@@ -60,6 +62,7 @@ class _Servers(ExitStack):
         raise NotImplementedError
 
     def start(self, rank: int) -> None:
+        """Start the server of a node, which is empty."""
         place = self.nodes[rank]
         server = place.start(*self.words(rank), out=subprocess.DEVNULL)
         self.callback(end, server)
@@ -67,6 +70,7 @@ class _Servers(ExitStack):
         listen_at(place, self.port, self.name)
 
     def kill(self, rank: int) -> None:
+        """End the server of a node as a crash does."""
         end(self._started[self.nodes[rank].name])
 
     def address(self, place: NodeHost) -> str:
@@ -122,11 +126,13 @@ class Twemproxy(_Servers):
         return self._program, "-c", file, *options, "-o", place.folder / "nutcracker.log"
 
     def client(self, place: NodeHost) -> ClientProcess:
+        """Start a client of the proxy of its own node."""
         return self._servers.client(place, "text", servers=self.address(place))
 
 
 class Prototype(_Servers):
-    """Server R of N has each N-th file from R on, and clients read from all servers."""
+    """The prototype of a task's data plane (`data_plane_program.py`): server R of N has each N-th
+    file from R on, and clients read from all."""
 
     name, port = PROTOTYPE, 11411
 

@@ -160,6 +160,7 @@ def _place(address: str) -> tuple[str, int]:
 
 
 def load_and_serve(address: str, sums: str, paths: str, rank: str, servers: str) -> None:
+    """Read the server's files, write their sums, and serve."""
     with open(paths, "rb") as opened:
         mine = opened.read().split(b"\0")[:-1][int(rank) :: int(servers)]
     memory, size = bytearray(), os.path.getsize(mine[0])

@@ -2,7 +2,8 @@
 
     python mds_program.py SOURCE OUT
 
-The writer's defaults: shards of 64 MiB, no compression, no hashes.
+The writer's defaults: shards of 64 MiB, no compression, no hashes. The shards are synced at the
+end, as our chunks are.
 """
 
 import os

@@ -119,6 +119,8 @@ class Reader:
         self._missed += self._client.get(path) is None
 
     def _batch_or_store(self, store: Store, some: list[str], *, puts: bool) -> None:
+        """Files that are missing are read from the store, one a request, and put into the cache
+        with `puts`."""
         try:
             found = self._client.get_multi(some)
         except pylibmc.Error:  # a server was killed

@@ -9,7 +9,7 @@ NAME, PIGZ, TAR_GZIP = "GNU tar", "pigz -dc | tar x", "tar xzf"
 
 
 def compress(archive: Path) -> Path:
-    """The tar stays."""
+    """A gzip file beside a tar, which stays."""
     output_of(["sh", "-c", 'pigz -1 -k "$1"', "sh", str(archive)])
     return archive.with_name(f"{archive.name}.gz")
 

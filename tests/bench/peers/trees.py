@@ -31,7 +31,8 @@ _RDONLY_NOSUID_NODEV = 1 | 2 | 4
 
 
 def pack(name: str, source: Path, image: Path) -> Path:
-    """The image or archive is not compressed."""
+    """Make the image or archive that a peer mounts, of the files below `source`, without
+    compression."""
     if name == RATARMOUNT:
         tar.pack_seconds(source, image)
     elif name == EROFS:
@@ -95,7 +96,7 @@ def _mount(name: str, image: Path, mountpoint: Path) -> "subprocess.Popen[bytes]
 
 
 def _start_ratarmount(archive: Path, mountpoint: Path) -> "subprocess.Popen[bytes]":
-    """The index lies beside the archive."""
+    """Start it, and wait until it is mounted; the index lies beside the archive."""
     index = archive.with_suffix(".index")
     command = [installed(RATARMOUNT), "-f", "--index-file", str(index), str(archive)]
     with archive.with_suffix(".log").open("w+") as log:
@@ -125,6 +126,7 @@ def _unmount(mountpoint: Path, *, is_fuse: bool) -> None:
 
 @contextmanager
 def in_memory(shape: Shape) -> Iterator[Path]:
+    """Make the shape's folders and files in tmpfs, and remove them at the end."""
     if kind_of(_SHARED) != "tmpfs":
         raise PeerMissing(f"{_SHARED} is no tmpfs")
     if os.statvfs(_SHARED).f_favail < shape.files + shape.folders:

@@ -13,7 +13,8 @@ from ..dlcmd import DEADLINE_S, Dlcmd, last_line
 def run(
     probe: str, dlcmd: Dlcmd, *arguments: str, fresh_cache: str = "", deadline_s: float = DEADLINE_S
 ) -> dict[str, float]:
-    """`fresh_cache` is an empty folder for private copies, as a new user has it."""
+    """The output of a probe, in a repository. `fresh_cache`: an empty folder for private copies, as
+    a new user has it."""
     environment = dict(dlcmd.environment)
     if fresh_cache:
         environment["XDG_CACHE_HOME"] = fresh_cache

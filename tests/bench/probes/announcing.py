@@ -31,6 +31,7 @@ class Named(Dataset[int]):  # type: ignore[misc] # mypy skips torch
 
 
 def memory(key: str) -> int:
+    """The bytes of a line of the kernel's status of this process."""
     found = re.search(rf"^{key}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024

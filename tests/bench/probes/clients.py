@@ -5,7 +5,7 @@
     chunks    COUNT passes each over all chunks, whole, one request a chunk
     stat      COUNT requests each for the entries at SIZE random paths
     lookups   COUNT times SIZE random paths looked up in the snapshot, without a request
-    objects   COUNT reads each of SIZE objects of an S3 server, in random order; URL is the bucket's
+    objects   COUNT objects of an S3 server each, of SIZE, in random order; URL is the bucket's
 
 Clients are processes that begin together; their preparation and Python's start do not count.
 """

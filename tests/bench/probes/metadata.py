@@ -44,6 +44,7 @@ def open_snapshot(url: str, name: str) -> dict[str, float]:
 
 
 def rates(url: str, name: str) -> dict[str, float]:
+    """Rates of random paths: looked up one by one, and through `Dataset.stat_many`."""
     with connect(name, url=url) as dataset:
         view = dataset.snapshot
         drawn = np.random.default_rng(SEED).choice(view.files(), SAMPLE_PATHS)

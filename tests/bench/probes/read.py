@@ -46,6 +46,7 @@ def by_many(
 def by_dataset(
     url: str, name: str, generator: np.random.Generator
 ) -> tuple[AbstractContextManager[object], Reader]:
+    """Readers by `DieselDataset`, a batch a call, as a `DataLoader` reads."""
     dataset = import_module("diesel_fs.torch").DieselDataset(
         name, loader=bytes, extensions=".bin", url=url
     )
@@ -72,6 +73,7 @@ def total(contents: Iterable[Content]) -> tuple[int, int]:
 
 
 def main(url: str, name: str, seed: str, by: str, first: str) -> None:
+    """Print the seconds of each pass, the number of files and bytes, and the sum of their words."""
     generator = np.random.default_rng(int(seed))
     opened, draw = (
         by_dataset(url, name, generator) if by == "dataset" else by_many(url, name, generator, by)

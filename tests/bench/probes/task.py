@@ -106,9 +106,11 @@ class Reader:
         return self._dataset.task_stats()["client"]
 
     def _read(self, some: Indices) -> int:
+        """Read a batch with one call; its bytes."""
         return sum(map(len, self._dataset.read_many(some)))
 
     def _timed(self, batches: Iterable[Indices]) -> dict[str, float]:
+        """Read batches, each with one call."""
         files, read, worst_s = 0, 0, 0.0
         start_s = before_s = time.perf_counter()
         for some in batches:
@@ -120,6 +122,7 @@ class Reader:
         return {"files/s": files / seconds, "s": seconds, "bytes": read, "worst_s": worst_s}
 
     def _first_files(self) -> Indices:
+        """A file of each chunk."""
         chunks = self._dataset.snapshot.chunk_of(self._files)
         first: Indices = self._files[np.unique(chunks, return_index=True)[1]]
         return first

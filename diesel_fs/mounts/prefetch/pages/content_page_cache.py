@@ -10,7 +10,7 @@ To *settle* some of them means: the kernel is made to copy the files that it has
 then the pages of the content file are dropped. The oldest are settled when the area is full, the
 others when the worker has nothing else to do. Opening settled files is faster, too: 290,000 files
 of 4 KiB a second instead of 100,000. While readers follow a plan, the area may be as large as all
-memory for pages: pushed files are read soon, and settling them would cost as much as reading them.
+memory for pages: the pushed files are read soon, and then dropped on both sides.
 """
 
 import os
@@ -39,9 +39,10 @@ STAGING_DIVISOR = 16
 
 CONTENTS_MAX = 256
 """The most contents of one write. Each takes two of the write's 1,024 pieces (itself and its
-padding)."""
+padding). More would make no write more efficient."""
 
 TAKEN_BYTES = 1 << 20
+"""About how much one batch takes over from the files of another version."""
 
 LOOK_S, LOOK_DIVISOR = 0.05, 50
 """The least time between two counts of the pages that READs have brought. The kernel walks over all
@@ -54,7 +55,8 @@ QUIET_S = 0.1
 """If no READ has come for this time, all pages that READs have brought are dropped."""
 
 NEIGHBOURS = 3
-"""How many files on each side of a missed file `is_lost` looks at."""
+"""If one of this many files on each side of a missed file is not resident, the kernel has probably
+freed the pages of all."""
 
 _ZEROS = memoryview(bytes(BLOCK_BYTES))
 
@@ -85,8 +87,8 @@ class ReadPages:
 
     content: int  # a descriptor
     has_reads: bool = False  # there may be such pages
-    _read_s: float = 0.0
-    _look_s: float = 0.0
+    _read_s: float = 0.0  # of the last READ
+    _look_s: float = 0.0  # of the next look
 
     def note_reads(self) -> None:
         self.has_reads, self._read_s = True, time.monotonic()
@@ -250,8 +252,8 @@ class ContentPageCache(PageCache):
         cuts: npt.NDArray[np.int64],
         pieces: Sequence[memoryview],
     ) -> None:
-        """Each write has the pieces from one of the `cuts` to the next, and fills the file from its
-        `begins` to its `ends`."""
+        """Store pieces by one write for each of the `cuts`. A write has the pieces from its cut to
+        the next one, and fills the file from its `begins` to its `ends`."""
         heads = store_heads(self._content.node, begins, ends - begins)
         firsts = cuts.tolist()
         for head, first, behind in zip(heads, firsts, [*firsts[1:], len(pieces)], strict=True):
@@ -281,6 +283,8 @@ class ContentPageCache(PageCache):
             self._settle_oldest()
 
     def _settle_oldest(self) -> None:
+        """The kernel copies those of the batch's files that are still wanted, and then the batch's
+        pages of the content file are dropped."""
         staged = self._staging.queue.popleft()
         parts = staged.parts[self._is_wanted[staged.parts["entry"]]]
         self._staging.remove(parts)
@@ -294,9 +298,12 @@ class ContentPageCache(PageCache):
         self._staging.note_settled(self._process.done)
 
     def set_planned(self, *, is_planned: bool) -> None:
+        """Makes the staging area larger while readers follow a plan, so that pushed files stay in
+        it until they are read. To settle them would cost as much as to read them."""
         self._limit_bytes = self._planned_bytes if is_planned else self._staging_bytes
 
     def tidy(self) -> bool:
+        """Settles the oldest batch; if there is none, drops pages that READs have brought."""
         if self._staging.queue:
             self._settle_oldest()
             return True
@@ -336,6 +343,7 @@ class ContentPageCache(PageCache):
         return super().drop_failed(entry) or in_content
 
     def _range(self, entry: int) -> tuple[int, int]:
+        """The start and size of a file's content in the content file."""
         start = int(self._image.first_block[entry]) * BLOCK_BYTES
         return start, self._snapshot.stat(entry).size
 

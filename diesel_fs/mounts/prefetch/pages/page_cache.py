@@ -3,8 +3,8 @@
 Contents are pushed by FUSE's NOTIFY_STORE, and `PageCache` has one implementation for each kind of
 mount:
 
-- In a *FUSE tree* (`FusePageCache`, here) each file has a node of its own. Another version of the
-  dataset keeps the pages of unchanged files.
+- In a *FUSE tree* (`FusePageCache`, here) each file has a node of its own. The kernel must know the
+  file's name first. Another version of the dataset keeps the pages of unchanged files.
 - In a *native* mount (`ContentPageCache` in `content_page_cache.py`) all contents lie in one file,
   from which the kernel copies them. The copies belong to one version.
 """
@@ -38,7 +38,7 @@ _STORES = np.dtype(
         "itemsize": STORE.size,
     }
 )
-"""The layout of `STORE` in `protocol.py`, for many at once."""
+"""The heads of many NOTIFY_STOREs at once (`STORE` in `protocol.py` has the same layout)."""
 _PACKED_STORE = np.dtype((np.void, STORE.size))
 
 
@@ -47,6 +47,7 @@ def store_heads(
     offsets: npt.NDArray[np.int64],
     sizes: npt.NDArray[np.int64] | npt.NDArray[np.uint32],
 ) -> list[bytes]:
+    """The heads of NOTIFY_STORE messages, which store `sizes` bytes at offsets in nodes."""
     heads = np.zeros(len(sizes), _STORES)
     heads["length"], heads["code"] = sizes + STORE.size, NOTIFY_STORE
     heads["node"], heads["offset"], heads["size"] = nodes, offsets, sizes
@@ -67,7 +68,7 @@ class PageCache(ABC):
         )
 
     def _adviser(self, files: MountFiles) -> Advise:
-        """Called in the process of `advice_process.py`."""
+        """Return the function that gives advice. Called in the process of `advice_process.py`."""
         return files.advise
 
     @abstractmethod
@@ -104,7 +105,8 @@ class PageCache(ABC):
         return self.resident_bytes(entry) >= self._snapshot.stat(entry).size
 
     def drop_failed(self, entry: int) -> bool:
-        """See `mount_files.drop_failed`. Raises OSError."""
+        """Drop the pages of a file if READs of some have failed. Returns whether they have. Raises
+        OSError."""
         return self._files.drop_failed(entry)
 
     def note_reads(self) -> None:  # noqa: B027  # not all need it
@@ -166,8 +168,8 @@ class FusePageCache(PageCache):
         return diff.unchanged
 
     def prepare(self, batch: ExtentBatch) -> None:
-        """For each new folder, tries to push its first file; if that fails, has the kernel look up
-        all names there."""
+        """Makes the names of a batch's files known to the kernel. For each new folder, tries to
+        push its first file; if that fails, has the kernel look up all names there."""
         parents = self._snapshot.columns.parent[batch.entries].tolist()
         new = set(parents) - self._known_folders
         if not new:

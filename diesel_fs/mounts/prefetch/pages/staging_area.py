@@ -71,7 +71,7 @@ class StagingArea:
         return entries[self.pages[entries] > 0]
 
     def drop(self, entries: npt.NDArray[np.uint32]) -> Staged:
-        """Returns the parts and ranges to drop."""
+        """Take files out of the staging area. Returns the parts and ranges to drop."""
         self._remove(entries, self.pages[entries])
         return Staged(whole_files(entries), self.ranges_of(entries))
 

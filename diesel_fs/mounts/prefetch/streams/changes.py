@@ -1,6 +1,7 @@
 """Holds the announced streams, and carries out changes of the plan.
 
-`stream_tracker.py` explains claims and positions.
+Programs announce, extend, replace and withdraw streams (readers with known orders), and may report
+their progress. `stream_tracker.py` explains claims and positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ class Streams:
         watches: Watches,
         clock: Clock,
     ) -> None:
-        """Only this class changes `memory.trackers`."""
+        """Only this class changes `memory.trackers`, the registry of streams."""
         self.trackers = memory.trackers  # by name
         self._columns = columns
         self._is_file = is_file
@@ -109,7 +110,8 @@ class Streams:
 
     def take_skipped(self) -> list[Entries]:
         """Take the entries that readers have passed unclaimed since the last call; some may occur
-        twice. Empty before `set_logged`."""
+        twice. READs, perhaps of other files, have brought their contents. Empty before
+        `set_logged`."""
         skipped: list[Entries] = []
         for tracker in self.trackers.values():
             skipped += tracker.claims.take_skipped()

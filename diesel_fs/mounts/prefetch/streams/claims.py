@@ -2,8 +2,8 @@
 
 A *claim* of a position begins when its unit (the files of one push) is chosen, and ends when the
 *floor* passes the position, or when the stream gives it up (`retreat`): then the position is cut
-into a unit again. The floor stays `slack` positions behind the reader's `low` (all positions before
-`low` have probably been read), in case `low` is wrong.
+into a unit again. A claimed file is not dropped. The floor stays `slack` positions behind the
+reader's `low` (all positions before `low` have probably been read), in case `low` is wrong.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,15 @@ class Claims:
 
     order: StreamOrder
     watched: WatchedMarkers = field(default_factory=WatchedMarkers)  # of claimed positions
-    floor: int = 0
+    floor: int = 0  # no claims before it
     slack: int = -1  # positions from the floor to `low`; -1: not known yet
     skipped: list[Entries] | None = None
     """The entries that the reader has passed unclaimed since the last `take_skipped`; some may
     occur twice. None: they are not recorded."""
 
     def fit_slack(self, lag: int) -> None:
-        """Workers may be `lag` positions apart."""
+        """Fit the slack to the stream's share of the memory. Workers may be `lag` positions
+        apart."""
         capacity = self.order.capacity
         if self.slack < 0:
             # At most an eighth of the share, which is a quarter of a group of chunks if that takes

@@ -1,6 +1,7 @@
 """Finds the entries that readers come to last, by going through their orders backwards.
 
-For each stream, a place moves from the end of its order towards its reader, and the entries that it
+If memory is full, the entry whose next use is the farthest is dropped first (Belady's MIN). For
+each stream, a place moves from the end of its order towards its reader, and the entries that it
 passes are offered to the caller. The *edge* is how far ahead of the readers the places are now. A
 stream's place goes back to the end when its epochs change.
 """
@@ -26,7 +27,7 @@ class _Place:
 
 @dataclass(slots=True)
 class FarthestUses:
-    trackers: dict[str, StreamTracker]
+    trackers: dict[str, StreamTracker]  # by stream
     _places: dict[str, _Place] = field(default_factory=dict)
 
     def restart(self) -> None:
@@ -51,7 +52,7 @@ class FarthestUses:
         return state.epoch.entries[place.position - state.base : end - state.base][::-1]
 
     def _farthest(self) -> tuple[StreamTracker, _Place] | None:
-        """None if no place is ahead of its reader."""
+        """The stream whose place is farthest ahead of its reader; None if no place is ahead."""
         farthest, most = None, 0
         for name in self._places.keys() - self.trackers.keys():
             del self._places[name]

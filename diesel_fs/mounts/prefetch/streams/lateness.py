@@ -1,4 +1,8 @@
-"""Learns how much longer than predicted the pushes of one stream take."""
+"""Learns how much longer than predicted the pushes of one stream take.
+
+`../balance.py` predicts the cost of a unit from the place of its contents, and adds the lateness of
+its stream.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,7 @@
-"""Numbers the markers of an order: every 256th position of an epoch, and its last one."""
+"""Numbers the markers of an order: every 256th position of an epoch, and its last one.
+
+The prefetch worker watches the files at markers with inotify: an open is a sign of the reader.
+"""
 
 import heapq
 from collections.abc import Sequence

@@ -27,9 +27,9 @@ BATCHES_IN_FLIGHT = 32
 """Batches that a DataLoader is assumed to read at once: 16 workers prefetch 2 each."""
 
 SIGNS_MIN = 3
-"""Signs far from the reader are believed if there are this many near each other (the reader
-resumed, or events were lost), and they are half of the signs that are not believed yet: many
-workers leave stray signs all over an epoch."""
+"""A single sign may come from another program. Three near each other mean that the reader is there
+(it resumed, or events were lost), if they are also half of the signs that are not believed yet:
+many workers leave stray signs all over an epoch."""
 
 CHANCE_MAX = 0.001
 """The kernel also reads ahead of files, by their places in chunks. Signs that may come from that
@@ -38,7 +38,7 @@ probability."""
 
 SPREADS = 4
 """If a marker is more than about this many times `spread` behind `high`, its open is not waited
-for: its file was read before the watch was made, or is never read."""
+for: its file was read before the watch was made, or is never read. Waiting would keep claims."""
 
 SPREAD_SIGNS = 16
 """`spread` follows a shrinking distance between the workers over about this many signs."""
@@ -53,7 +53,7 @@ LAST_READS_S = 10.0
 
 STALE_S = 0.5
 """The greatest age of a report of the reader's program: it sends one each 0.1 s, and a worker that
-waits for a store takes them each 0.2 s."""
+waits for a store takes them each 0.2 s. Opens reach the planner at once."""
 
 RATE_PERIOD_S = 0.1
 """The rate is measured over at least this time, because events come in bursts."""
@@ -71,7 +71,7 @@ class ReaderPosition:
     lag: int = field(init=False)  # positions by which the workers may be apart
     spread: int = field(init=False)  # positions by which signs have lately been behind `high`
     rate: float = 0.0  # positions per second; 0 until measured
-    is_reported: bool = False
+    is_reported: bool = False  # the reader's program reports positions
     moved_s: float = -math.inf  # when a sign last raised `high`
     late_reads: deque[int] = field(default_factory=lambda: deque(maxlen=UNCONFIRMED_MAX))
     """The positions of the last READs before all claims."""
@@ -94,15 +94,15 @@ class ReaderPosition:
     # Signs
 
     def note_open(self, position: int, now_s: float) -> None:
-        """A second open of a marker is no sign."""
+        """Note an open of the file at a position; a second open of a marker is no sign."""
         marker = self.order.marker_at(position)
         if marker is None or not marker[0].opened[marker[1]]:
             self.note_read(position, now_s)
 
     def note_read(self, position: int, now_s: float, *, is_sure: bool = True) -> bool:
-        """`is_sure`: a reader surely wanted the READ; otherwise the kernel may have read ahead.
-        Returns whether the reader is believed to be there. Then a marker there counts as opened:
-        its watch was not made yet, or its event is late."""
+        """Note a READ. `is_sure`: a reader surely wanted it; otherwise the kernel may have read
+        ahead. Returns whether the reader is believed to be there. Then a marker there counts as
+        opened: its watch was not made yet, or its event is late."""
         if not self._note_sign(position, now_s, is_sure=is_sure):
             return False
         if (marker := self.order.marker_at(position)) is not None:
@@ -202,6 +202,7 @@ class ReaderPosition:
         self.low = max(self.low, position)
 
     def move_to(self, position: int, now_s: float) -> None:
+        """Move to a position that the reader's program has reported, forwards or backwards."""
         self._note_report(now_s)
         for state in self.order.epochs:
             state.markers.move_to(position - state.base)

@@ -1,4 +1,4 @@
-"""Finds the stream to which an open or a READ of a file belongs.
+"""Finds the stream to which an open or a READ of a file belongs. The functions keep no state.
 
 An open or a READ does not name the reader, and a file may be in several orders. The reader that is
 nearest to the file, in its own order, has probably asked for it.
@@ -13,7 +13,7 @@ from .watches import Watches
 
 
 def note_open(streams: Streams, watches: Watches, entry: int, now_s: float) -> None:
-    """Note a sign for each stream whose reader is near a watched entry that was opened."""
+    """Note that a watched entry was opened: a sign for each stream whose reader is near it."""
     users = tuple(watches.users.get(entry, ()))
     if not users:
         return
@@ -51,7 +51,7 @@ def stream_of_read(
     streams: Streams, entry: int, now_s: float, *, is_sure: bool
 ) -> tuple[StreamTracker | None, int]:
     """Return `nearest_stream` if that stream's reader probably made the READ, which is then noted
-    as a sign; otherwise None and -1. `is_sure`: see `ReaderPosition.note_read`."""
+    as a sign; otherwise None and -1. `is_sure`: as in `ReaderPosition.note_read`."""
     tracker, position = nearest_stream(streams, entry)
     if tracker is None:
         return None, -1

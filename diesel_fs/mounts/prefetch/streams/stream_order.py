@@ -29,8 +29,8 @@ class StreamEpoch:
     markers: Markers = field(init=False)  # and which of them were opened
     queue: UnitQueue | None = None
     """The units of the positions that were unclaimed when they were cut; None: still to be cut."""
-    _index: tuple[Entries, npt.NDArray[np.int64]] | None = None
-    _total_bytes: int = -1
+    _index: tuple[Entries, npt.NDArray[np.int64]] | None = None  # made by `sorted`
+    _total_bytes: int = -1  # made by `total_bytes`
 
     def __post_init__(self) -> None:
         self.claimed = np.zeros(len(self.epoch), np.bool_)
@@ -66,7 +66,7 @@ class StreamOrder:
 
     columns: Columns
     stream: Stream  # without the epochs that were read
-    epochs: list[StreamEpoch] = field(default_factory=list)
+    epochs: list[StreamEpoch] = field(default_factory=list)  # of `stream.epochs`
     end: int = 0  # behind the last epoch
     frontier_index: int = 0  # of the epoch with the frontier
     capacity: int = 0  # entries that the stream's share of the memory holds
@@ -198,6 +198,7 @@ class StreamOrder:
         )
 
     def confirm(self, epoch: Epoch) -> None:
+        """Replace the last epoch by one with the same entries."""
         self.epochs[-1].epoch = epoch
         self.stream = replace(self.stream, epochs=(*self.stream.epochs[:-1], epoch))
 

@@ -12,11 +12,17 @@ describe it, counted over its epochs, one after the other:
       no claims before it
 
 A *claimed* file is pushed or about to be pushed, and is not dropped. Workers of one reader read at
-different positions between `low` and `high`. The frontier may lie between these two as well.
+different positions between `low` and `high`. The frontier may lie between these two as well. Each
+part of a `StreamTracker` has a module:
 
-Each part of a `StreamTracker` has a module: `stream_order.py` (the epochs, the frontier),
-`reader_position.py` (`low` and `high`), `claims.py` (the floor), `units_ahead.py` (the next units)
-and `lateness.py`. `StreamTracker` makes only the changes that concern several parts.
+- `stream_order.py`: the epochs, and the frontier of the claims (`frontier`, `end`);
+- `reader_position.py`: the reader, as opens and READs show it (`low`, `high`);
+- `claims.py`: the claimed positions (`floor`), and `markers.py`: the positions whose files the
+  worker watches for opens;
+- `units_ahead.py`: the units (the files of one push each) to claim next;
+- `lateness.py`: how much longer than predicted the stream's pushes take.
+
+`StreamTracker` makes only the changes that concern several parts.
 """
 
 from dataclasses import dataclass, field
@@ -37,8 +43,9 @@ started again there."""
 
 HORIZON_S, HORIZON_ENTRIES_MIN = 0.1, 2 * MARKER_STRIDE
 """The *horizon*: files that the reader comes to within this time, or this number of positions, are
-pushed even if other files that will be read again must be dropped for them. A push takes some
-milliseconds; contents are fetched long before (`PrefetchPlanner.upcoming`)."""
+pushed even if other files that will be read again must be dropped for them. The time is enough for
+a push, which takes some milliseconds; contents are fetched long before
+(`PrefetchPlanner.upcoming`)."""
 
 HORIZON_DIVISOR, HORIZON_DIVISOR_UNREPORTED = 32, 4
 """The horizon takes at most this part of the stream's memory: memory that holds files ahead does
@@ -120,7 +127,8 @@ class StreamTracker:
     # Changes of the plan
 
     def replace(self, stream: Stream, number: int, position: int) -> Entries:
-        """Returns the entries of ended claims."""
+        """Take over another order of the epoch `number` from `position` on. Returns the entries of
+        ended claims."""
         state = self.order.numbered(number)
         assert state is not None
         start = state.base + position

@@ -1,4 +1,7 @@
-"""Answers questions about all streams of a planner, and changes none of them."""
+"""Answers questions about all streams of a planner, and changes none of them.
+
+The policies (`../balance.py`, `../room.py`), the prefetch worker and the commands for plans use it.
+"""
 
 import math
 from collections.abc import Iterable
@@ -41,7 +44,7 @@ def rate(tracker: StreamTracker, trackers: Iterable[StreamTracker]) -> float:
 
 @dataclass(slots=True)
 class StreamViews:
-    trackers: dict[str, StreamTracker]
+    trackers: dict[str, StreamTracker]  # by name
     farthest: FarthestUses = field(init=False)  # for drops
     _moving: dict[str, StreamTracker] = field(default_factory=dict)
     """Not still, as of the last `find_still`."""
@@ -122,6 +125,7 @@ class StreamViews:
         return True
 
     def next_use(self, entries: Entries) -> npt.NDArray[np.float64]:
+        """See `Uses` in `../eviction.py`."""
         trackers = self._moving.values()
         uses = [each.order.next_use(entries, each.reader.high) for each in trackers]
         return np.minimum.reduce(uses) if uses else np.full(len(entries), np.inf)

@@ -27,8 +27,8 @@ MIXED_ENTRIES = 256
 """Entries of a mixed unit: enough to share the cost of a decision, few enough to arrive soon."""
 
 LOGGED_ENTRIES = 2_048
-"""The same if an order log (`cache/order_logs/`) has the epoch. A log gives 8 MiB at once: 2,048
-files of 4 KiB."""
+"""The same if an order log (`cache/order_logs/`: an epoch's files on a disk, in its order) has the
+epoch. A log gives 8 MiB at once: 2,048 files of 4 KiB."""
 
 URGENT_BYTES_MIN = 64 << 10
 """Files of this mean size are worth a request each to a slow store: 16 requests at once that take 5
@@ -121,9 +121,10 @@ def cut(
     A chunk is one unit if the bytes from its first to its last position are at most three quarters
     of the share. So in a chunk-wise order each chunk is fetched once if two groups of the shuffle
     fit the share. Further chunks, the soonest read first, are units if together they fit three
-    quarters of the free memory, and that could hold more than a `FREE_DIVISOR`th of the epoch. All
-    other positions go into mixed units, which take at most about an eighth of the share. Without
-    `by_chunk` (an order log has the epoch) all units are mixed, and larger."""
+    quarters of the free memory, and that could hold more than a `FREE_DIVISOR`th of the epoch: they
+    stay until they are read, and each is one request to the store. All other positions go into
+    mixed units, which take at most about an eighth of the share. Without `by_chunk` (an order log
+    has the epoch) all units are mixed, and larger."""
     count = len(positions)
     if not count:
         empty = np.empty(0, np.int32)
@@ -173,7 +174,7 @@ def cut(
 
 
 def mixed_entries(total_bytes: int, count: int, share_bytes: int, most: int = MIXED_ENTRIES) -> int:
-    """At most `most`, if `count` entries take `total_bytes`."""
+    """The size of a mixed unit, at most `most`, if `count` entries take `total_bytes`."""
     if not total_bytes:
         return most
     return max(1, min(most, share_bytes // 8 * count // total_bytes))

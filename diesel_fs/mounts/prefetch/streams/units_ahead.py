@@ -2,7 +2,7 @@
 
 The order of an epoch is cut into units (`units.py`) when the stream first needs one, and again if
 its share of the memory changes much or claims have been given up. Units that the reader has passed
-are skipped: READs have brought their files.
+are skipped: READs have brought their files. From a slow store an *urgent* unit may go first.
 
 `UnitsAhead.frontier` changes the state: call it before `peek`, `urgent` and `has_share_left`.
 """
@@ -29,7 +29,7 @@ class NextUnit:
 
     state: StreamEpoch
     positions: Positions  # in the epoch
-    entries: Entries
+    entries: Entries  # at these positions
     once: bool  # no entry occurs twice
     markers: list[tuple[int, int]]  # position in the stream, entry
     is_urgent: bool = False  # not a unit of the epoch, but parts of later ones
@@ -52,7 +52,8 @@ class UnitsAhead:
     free_bytes: int = 0  # the stream's part of the free memory, for whole chunks
 
     def frontier(self, share_bytes: int) -> int | None:
-        """The next position to claim; None if all announced epochs are claimed or read."""
+        """The next position to claim; None if all announced epochs are claimed or read. Cuts orders
+        into units, and skips units that the reader has passed."""
         order, read_up_to = self.order, self._read_up_to()
         while (state := order.frontier_epoch()) is not None:
             if (queue := state.queue) is None:

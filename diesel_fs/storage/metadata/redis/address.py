@@ -9,7 +9,7 @@
 `DIESEL_REDIS_USER`, the password in `DIESEL_REDIS_PASSWORD` or the file
 `DIESEL_REDIS_PASSWORD_FILE`, which others must not be able to read;
 `DIESEL_REDIS_SENTINEL_PASSWORD` is for the sentinels. A user and password in the URL take
-precedence, but everybody on the machine can read a command line.
+precedence, but everybody on the machine can read a command line. Neither is ever printed.
 
 redis-py's own URLs know no sentinels and no clusters, and its errors repeat the password.
 """
@@ -34,7 +34,7 @@ _OPTIONS = {"ca", "cert", "key", "db"}
 class RedisAddress:
     """The address of a Redis, of its sentinels, or of some nodes of a cluster."""
 
-    kind: str
+    kind: str  # "redis", "sentinel" or "cluster"
     hosts: Sequence[HostPort]
     socket: str = ""
     database: int = 0
@@ -58,8 +58,9 @@ class RedisAddress:
 
 
 def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> RedisAddress:
-    """Raises ConfigError, without the URL in its message, and PermissionDenied for a password file
-    that others may read."""
+    """The address in a URL, with the user and password from the URL or `environment`. Raises
+    ConfigError, without the URL in its message, and PermissionDenied for a password file that
+    others may read."""
     env = os.environ if environment is None else environment
     try:
         parts = urlsplit(url)

@@ -1,8 +1,9 @@
 """Lua scripts that run inside Redis on one bucket.
 
 `APPLY` folds one piece of a commit into the entries (FORMAT.md, section 5). `UNAPPLY` removes the
-remaining tombstones and holes of an empty chunk. Each script is atomic. The comment above it lists
-its keys, all in one slot, and after a bar its arguments.
+remaining tombstones and holes of an empty chunk. `keys.py` explains buckets, pieces and the letters
+of keys. Each script is atomic. The comment above it lists its keys, all in one slot, and after a
+bar its arguments. `head_scripts.py` has the rules for scripts.
 """
 
 from hashlib import sha1

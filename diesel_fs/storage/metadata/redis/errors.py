@@ -25,12 +25,12 @@ only."""
 
 
 class RetryLater(Exception):
-    """At the deadline, `last_error` is raised instead."""
+    """An error that may pass. At the deadline, `last_error` is raised instead."""
 
     def __init__(self, last_error: DieselError, reason: str = "") -> None:
         super().__init__(str(last_error))
         self.last_error = last_error
-        self.reason = reason
+        self.reason = reason  # SILENT, LOADING, UNWRITABLE or empty
 
 
 def _secrets(where: RedisAddress) -> list[str]:
@@ -77,7 +77,7 @@ def translate_error(error: Exception, where: RedisAddress) -> DieselError | Retr
             return _reply("OOM", text, where)
         case errors.ReadOnlyError():
             return _reply("READONLY", text, where)
-        case errors.NoScriptError():
+        case errors.NoScriptError():  # the scripts were just loaded: this is another server
             return RetryLater(MetadataError(f"{where} has just been restarted"))
         case errors.InvalidResponse():
             return RetryLater(MetadataError(f"{where} does not answer as a Redis does"))

@@ -1,4 +1,6 @@
-"""Reads the head of a dataset in Redis (`keys.py`). Nothing is cached."""
+"""Reads the head of a dataset in Redis: its version, counts and generation (`keys.py`). Nothing is
+cached.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -28,13 +30,14 @@ _GENERATION = re.compile(rb"[0-9a-f]{16}")
 
 
 class UnknownDataset(Exception):
-    """Usually, the dataset was dropped."""
+    """A head script's key does not exist: usually, the dataset was dropped."""
 
 
 class ScriptRejected(Exception):
-    """`word` is the reason: "moved" (another generation is live, or another writer was faster),
-    "held" (commits are locked), "young" (the transaction or generation to be removed is not old
-    enough), "lost" (Redis has lost data)."""
+    """A head script did nothing, because something has changed. `word` is the reason: "moved"
+    (another generation is live, or another writer was faster), "held" (commits are locked), "young"
+    (the transaction or generation to be removed is not old enough), "lost" (Redis has lost
+    data)."""
 
     def __init__(self, word: str) -> None:
         super().__init__(word)
@@ -46,8 +49,8 @@ class RedisHead:
     dataset: DatasetHead
     generation: Generation
     first: int  # the version of chunks from a rebuild: their records have 0
-    pending: Sequence[bytes]
-    pieces_by_bucket: Mapping[int, int]
+    pending: Sequence[bytes]  # packed changes, committed and perhaps not applied yet
+    pieces_by_bucket: Mapping[int, int]  # the number of committed pieces in each bucket
 
 
 class HeadReader:
@@ -57,8 +60,8 @@ class HeadReader:
     def run_head_script(
         self, script: LoadedScript, keys: Sequence[bytes], *arguments: Word
     ) -> list[object]:
-        """Returns the reply without its first word. Raises UnknownDataset, ScriptRejected,
-        DieselError."""
+        """Run a script on the head's slot. Returns the reply without its first word. Raises
+        UnknownDataset, ScriptRejected, DieselError."""
         (reply,) = self.link.run_scripts([_head_script(script, keys, *arguments)])
         return _check_reply(reply)
 
@@ -102,8 +105,8 @@ class HeadReader:
         return found
 
     def have_lost_pieces(self, heads: Sequence[RedisHead]) -> list[bool]:
-        """Whether some bucket has fewer pieces than were committed. Valid only if the head's
-        generation is still the dataset's, and all pending changes were applied."""
+        """For each head, whether some bucket has fewer pieces than were committed. Valid only if
+        the head's generation is still the dataset's, and all pending changes were applied."""
         buckets = [
             (i, head.generation.key(bucket, b"t"), committed)
             for i, head in enumerate(heads)
@@ -185,7 +188,7 @@ def _head_script(script: LoadedScript, keys: Sequence[bytes], *arguments: Word) 
 
 
 def _check_reply(reply: object) -> list[object]:
-    """Removes the reply's first word, which is "ok" or names the error to raise."""
+    """The reply without its first word, which is "ok" or names the error to raise."""
     word, *rest = listed(reply) or [b""]
     match word, *rest:
         case b"ok", *_:

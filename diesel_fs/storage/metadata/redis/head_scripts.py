@@ -22,7 +22,8 @@ _RUN = """
 local function run() return redis.call('INFO', 'server'):match('run_id:(%w+)') or '' end
 """
 
-# A lock that seems to last longer than `longest` is ignored: the clock went back
+# Redis's clock times locks. One that seems to last longer than `longest` is ignored: the clock went
+# back
 _TIME = """
 local function now_s()
   local now = redis.call('TIME')
@@ -38,6 +39,7 @@ local function is_held(key, longest)
 end
 """
 
+# Lists a generation in `dead`, so that a later clean-up removes it
 _CONDEMN = """
 local function condemn(generation, packed_buckets)
   local buckets = tonumber(packed_buckets or '') or 0

@@ -54,8 +54,8 @@ bytes) and the ID of the chunk that holds it (16), and, unless its stamp is its 
 no tail, stamp (20) and tail; nearly all have 64 bytes.
 
 A file takes some 150 bytes besides its name, which is stored twice: in `e:`, and packed by LZ4 in
-`n`. `rebuild` makes all keys of a dataset again from the chunks; `u`, `b` and `h` start empty. A
-task's keys need no rebuild: its members report every few seconds.
+`n`. `rebuild` makes all keys of a dataset again from the chunks; `u`, `b` and `h` start empty.
+`users` cannot be made again. A task's keys need no rebuild: its members report every few seconds.
 """
 
 import secrets
@@ -107,12 +107,13 @@ FolderId = NewType("FolderId", bytes)
 assert RECORD.fields is not None
 PLACE_AT = int(RECORD.fields["place"][1])
 EXTENTS_AT = int(RECORD.fields["extents"][1])
-"""Positions in a packed record, each of a little-endian u32."""
+"""Where these fields of a packed record begin, each a little-endian u32."""
 
 NO_FOLDER = FolderId(bytes(FOLDER_BYTES))
-"""The root's parent, which does not exist."""
+"""Stands for the root's parent, which does not exist."""
 
 PieceCounts = Sequence[tuple[int, int]]
+"""Pairs of a bucket and the number of the chunk's pieces in it."""
 
 
 def child_folder(parent: FolderId, name: bytes) -> FolderId:
@@ -155,6 +156,7 @@ class Generation:
 
     @property
     def chunks(self) -> bytes:
+        """The key of the generation's chunks while it is being built."""
         return HEAD + b"k:" + self.name
 
     @cached_property
@@ -173,6 +175,7 @@ class Generation:
         return self._prefixes[self.bucket(folder)] + b"e:" + folder
 
     def below(self, folder: FolderId) -> bytes:
+        """The key of the names of a folder's subfolders."""
         return self._prefixes[self.bucket(folder)] + b"s:" + folder
 
     def script_keys(self, bucket: int) -> list[bytes]:
@@ -184,7 +187,7 @@ BUCKET_KEYS = (b"x", b"n", b"t", b"h", b"d", b"f", b"p", b"q")
 
 
 class PieceName(NamedTuple):
-    """Pieces of a chunk in one bucket are numbered from 0."""
+    """The pieces of a chunk in one bucket are numbered from 0."""
 
     chunk: ChunkId
     bucket: int
@@ -192,6 +195,7 @@ class PieceName(NamedTuple):
 
     @property
     def field(self) -> bytes:
+        """In the hash `n`."""
         return self.chunk + self.number.to_bytes(2, "big")
 
 
@@ -216,7 +220,7 @@ class Changes:
 
 
 def unpack_changes(packed: bytes, buckets: int) -> Changes:
-    """Raises CorruptError."""
+    """Inverse of `Changes.pack`. Raises CorruptError."""
     chunks, at = [], GENERATION_BYTES + TRANSACTION_BYTES
     generation, transaction = packed[:GENERATION_BYTES], packed[GENERATION_BYTES:at]
     try:
@@ -239,7 +243,7 @@ def pack_piece_counts(counts: PieceCounts) -> bytes:
 
 
 def unpack_piece_counts(packed: bytes, buckets: int) -> PieceCounts:
-    """Raises CorruptError."""
+    """Inverse of `pack_piece_counts`. Raises CorruptError."""
     if len(packed) % PIECE_COUNT.size:
         raise corrupt_store_error("a list of piece counts that is too short")
     counts = [(bucket, pieces) for bucket, pieces in PIECE_COUNT.iter_unpack(packed)]
@@ -282,7 +286,7 @@ def task_keys(digest: bytes) -> tuple[bytes, bytes]:
 
 
 def sync_key(number: int) -> bytes:
-    """The number chooses the node."""
+    """The number chooses the slot and so the node."""
     return b"dfs:{sync.%d}:" % number
 
 
@@ -297,4 +301,5 @@ def entry_stamp(entry: bytes) -> Stamp:
 
 
 def hole_fields(chunk: ChunkId, entries: int) -> Iterable[bytes]:
+    """Fields of the hash `h` in which a chunk can have holes."""
     return (chunk + i.to_bytes(4, "big") for i in range(-(-entries // HOLES_PER_FIELD)))

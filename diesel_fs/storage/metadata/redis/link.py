@@ -2,7 +2,8 @@
 
 `with_retries` repeats its work until the deadline while Redis may come back (a refused connection,
 a server that is loading, a failover, a slot that is being moved), so every command must be
-repeatable. Nothing is sent after the deadline; long work that makes progress extends it.
+repeatable. Other errors are raised at once. Nothing is sent after the deadline; long work that
+makes progress extends it.
 
 One thread at a time uses a connection, for one pipeline. A forked child opens its own.
 """
@@ -39,12 +40,12 @@ from .keys import sync_key
 DEADLINE_S = 30.0
 
 METADATA_READ_S = 6.0
-"""A read waits this long for an unreachable Redis: with the last try, it fails within 10 s. While
+"""How long a read waits for an unreachable Redis: with the last try, it fails within 10 s. While
 Redis loads its data, a read waits as long as a commit."""
 
 _OPEN_S = {"": 4.0, SILENT: 1.0, LOADING: DEADLINE_S}
-"""The time to open a store, by the error's reason (`errors.py`): a server that is down ("") or
-expects TLS is reported soon, one that is loading will serve later."""
+"""The time to open a store, by the error's reason (`errors.py`): a server that is down (""), or
+expects TLS, is reported soon; one that is loading will serve later."""
 
 _SOCKET_S = 3.0
 _CONNECT_S = 2.0
@@ -53,7 +54,7 @@ _ALL_HOSTS_S = 5.0
 
 _WAITAOF_MS = 1000  # per command: less than `_SOCKET_S`
 _TAGS_MAX = 1 << 16  # remembered slots of keys; also the most tries to find a key on each node
-_PAUSE_S = 0.02  # before the second try; doubles each time
+_PAUSE_S = 0.02  # before the second try; then each time twice as long
 _PAUSE_S_MAX = 1.0
 _CONNECTIONS_MAX = 1 << 16
 _REDIRECTIONS_MAX = 16
@@ -91,7 +92,7 @@ class ServerFacts:
     """One server's settings, to find faults."""
 
     version: str
-    policy: str
+    policy: str  # its eviction of keys when its memory is full
     used_bytes: int
     limit_bytes: int  # 0: none
     keeps_log: bool  # (appendonly) without it, a crash loses the last writes
@@ -99,7 +100,8 @@ class ServerFacts:
 
 class RedisNodes(Protocol):
     def send(self, commands: Sequence[RedisCommand]) -> list[object]:
-        """Replies may be exceptions. Commands of one slot run in order."""
+        """Returns the reply to each command, which may be an exception. Commands of one slot run in
+        order."""
 
     def masters(self) -> "list[Redis]": ...
 
@@ -111,12 +113,12 @@ class RedisNodes(Protocol):
 
 
 class _Deadline(threading.local):
-    end_s: float = math.inf
+    end_s: float = math.inf  # monotonic
     limit_s: float = math.inf  # `extend_deadline` sets `end_s` to this long after now
 
 
 class RedisLink:
-    """Thread-safe."""
+    """Connections to one Redis. Thread-safe."""
 
     def __init__(self, address: RedisAddress, nodes: RedisNodes, deadline_s: float) -> None:
         self.address = address
@@ -186,7 +188,8 @@ class RedisLink:
         return reply
 
     def run(self, commands: Sequence[RedisCommand]) -> list[object]:
-        """Raises RetryLater, or the DieselError of the first error."""
+        """Replies to commands sent together. Raises RetryLater, or the DieselError of the first
+        error."""
         if not commands:
             return []
         if time.monotonic() > self._deadline.end_s:
@@ -220,8 +223,8 @@ class RedisLink:
 
     def wait_durable(self) -> None:
         """Wait until all earlier writes are on disk, if Redis can report that (7.2 or later, with a
-        log). This writes a key first, since `WAITAOF` waits for its own connection's writes, and so
-        for all before them."""
+        log). `WAITAOF` waits for its own connection's writes, and so for all before them; therefore
+        this writes a key first."""
         for key, master in self.nodes.masters_with_keys():
             info = master.info()
             if not info.get("aof_enabled") or _version(info) < (7, 2):
@@ -319,6 +322,9 @@ def in_portions(items: Iterable[T], size: int) -> Iterator[list[T]]:
     rest = iter(items)
     while portion := list(islice(rest, size)):
         yield portion
+
+
+# Servers, sentinels, clusters
 
 
 def _connect(address: RedisAddress, socket_s: float) -> RedisNodes:
@@ -420,7 +426,7 @@ class _Cluster:
                 try:
                     answers = _send(connection, [commands[i].words for i in chosen])
                 except (errors.ConnectionError, errors.TimeoutError):
-                    self._update_slots()
+                    self._update_slots()  # a replica may have taken over
                     raise
                 for i, reply in zip(chosen, answers, strict=True):
                     if isinstance(reply, errors.MovedError):

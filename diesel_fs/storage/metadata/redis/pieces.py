@@ -1,8 +1,8 @@
 """Packs the pieces of a chunk: rows of one bucket, for one run of `APPLY` or `UNAPPLY`. Pure.
 `bucket_scripts.py` has the formats, `keys.py` the terms.
 
-A piece of an added chunk ends with its paths: `RedisMetadata.changes` needs them to find the
-chunk's entries.
+Each piece of an added chunk ends with its paths, which Redis keeps so that `RedisMetadata.changes`
+finds the chunk's entries.
 """
 
 import struct
@@ -45,13 +45,14 @@ _PIECE_BYTES = 1 << 20
 _PIECE_FOLDERS = 512
 _BLOCK_ROWS = 1000  # a script unpacks a whole block; Lua's stack holds 8,000 values
 
-_EXPANSION_MAX = 256
+_EXPANSION_MAX = 256  # LZ4 does not expand more
 
+# A piece's numbers, as scripts read them
 _FOLDER_COUNT = struct.Struct("<H")
-_FOLDER_AND_NAME_LENGTH = struct.Struct("<HB")
-_STEP = struct.Struct("<cH")
+_FOLDER_AND_NAME_LENGTH = struct.Struct("<HB")  # a folder's position, a name's length
+_STEP = struct.Struct("<cH")  # letter, folder's position
 _SUMS = struct.Struct("<HIIQ")  # in a step `N`: rows, files, tombstones, bytes of the files
-_U32 = struct.Struct("<I")
+_U32 = struct.Struct("<I")  # a place, a count, or the length of an entry or a list of names
 _NAME_LENGTH = [bytes([length]) for length in range(256)]
 
 assert EXTENT.itemsize == 64
@@ -67,7 +68,7 @@ class BucketPiece:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPieces:
-    """`record` is the chunk's value in the hash `c`, empty if it is removed."""
+    """`record` is the chunk's value in the hash `c`, empty if the chunk is removed."""
 
     chunk: ChunkId
     record: bytes
@@ -76,7 +77,7 @@ class ChunkPieces:
 
 
 Tombstones = dict[FolderId, list[tuple[bytes, bytes]]]
-"""Names and packed entries, by folder."""
+"""The names and packed entries of tombstones, by folder."""
 
 
 def folders_of(packed: bytes) -> list[FolderId]:
@@ -89,7 +90,7 @@ def folders_of(packed: bytes) -> list[FolderId]:
 
 
 def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
-    """Raises CorruptError."""
+    """Folders and names, from a piece's list of paths. Raises CorruptError."""
     if int.from_bytes(packed[:4], "little") > _EXPANSION_MAX * len(packed):  # would take memory
         raise corrupt_store_error("a malformed list of paths")
     try:
@@ -112,9 +113,9 @@ def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
 class _Packer:
     folders: dict[FolderId, int] = field(default_factory=dict)
     steps: list[bytes] = field(default_factory=list)
-    paths: list[bytes] = field(default_factory=list)  # as `unpack_paths` reads it
+    paths: list[bytes] = field(default_factory=list)  # the last step, as `unpack_paths` reads it
     rows: int = 0
-    size: int = 0  # bytes of the entries, about
+    size: int = 0  # of the entries, in bytes, about
 
     def add_step(self, letter: bytes, folder: FolderId, *arguments: bytes) -> None:
         position = self.folders.setdefault(folder, len(self.folders))
@@ -122,7 +123,7 @@ class _Packer:
         self.steps += arguments
 
     def add_rows(self, folder: FolderId, names: Sequence[bytes], size: int) -> None:
-        """The rows' steps were added."""
+        """Count rows whose steps were added, and list their paths."""
         joined = b"\0".join(names)
         self.paths += (folder, _U32.pack(len(joined)), joined)
         self.rows += len(names)
@@ -145,7 +146,7 @@ class _Cutter:
     def __init__(self, batch: CommitBatch, generation: Generation) -> None:
         self._batch = batch
         self._generation = generation
-        self._packers: dict[int, list[_Packer]] = {}  # the last one of each bucket is not full
+        self._packers: dict[int, list[_Packer]] = {}  # each bucket's, the last one not full
         self._folders: dict[tuple[FolderId, bytes], FolderId] = {}  # by parent and name
         rows = batch.rows
         entries = np.empty((len(rows), PLAIN_BYTES), np.uint8)
@@ -177,7 +178,7 @@ class _Cutter:
             for number, packer in enumerate(packers)
         ]
         counts = [(bucket, len(packers)) for bucket, packers in self._packers.items()]
-        record = CHUNK.pack(chunk.object_bytes, uploaded_ns, entries, 0)
+        record = CHUNK.pack(chunk.object_bytes, uploaded_ns, entries, 0)  # COMMIT sets the version
         return ChunkPieces(chunk.id, record + pack_piece_counts(counts), counts, pieces)
 
     def _packer(self, folder: FolderId) -> _Packer:
@@ -187,7 +188,7 @@ class _Cutter:
         return packers[-1]
 
     def _folder(self, path: bytes) -> FolderId:
-        """Adds steps for the folder and those above it."""
+        """Adds the steps that index the folder and those above it."""
         folder = self._child(NO_FOLDER, b"")
         for name in steps(path):
             folder = self._child(folder, name)
@@ -250,8 +251,8 @@ class _Cutter:
 
 
 def cut_batch(batch: CommitBatch, generation: Generation) -> ChunkPieces:
-    """The batch was checked (`CommitBatch.check`). Raises UsageError if a number is too great for
-    the scripts."""
+    """The pieces of an added chunk, whose batch was checked (`CommitBatch.check`). Raises
+    UsageError if a number is too great for the scripts."""
     records = batch.rows.records
     if len(records) and int(records["extents"].max()) > EXTENTS_MAX:
         raise UsageError(f"a file has more than {EXTENTS_MAX} extents")

@@ -7,7 +7,9 @@ replies confirm them, they prove the head. Otherwise `head` is None, the next re
 values, and the caller falls back to `RedisMetadata.head`, which also applies pending commits, waits
 for Redis, and raises errors.
 
-All replies must come over one connection from one Redis. Not safe for concurrent use.
+All replies must come over one connection from one Redis, which runs commands in order. redis-py is
+not used: its client for threads takes a thread for each read, and its asyncio client does not run
+in trio's loop. Not safe for concurrent use.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from .replies import number
 
 
 class MalformedReply(Exception):
-    """The received bytes are not a Redis's."""
+    """The received bytes are not a Redis's: close the connection."""
 
 
 class Replies:
@@ -60,7 +62,7 @@ class PipelinedHeadRead:
         self._request, self._count = self._commands()
         self._replies: Replies | None = None
         self._received = b""
-        self._proof = b""
+        self._proof = b""  # the received bytes that proved `_proved`
         self._proved: DatasetHead | None = None
         self.head: DatasetHead | None = None
 
@@ -73,7 +75,7 @@ class PipelinedHeadRead:
         """Returns whether the replies are complete. Then `head` is the proven head, or None. Raises
         MalformedReply."""
         if self._replies is None:
-            if self._proof and received == self._proof:
+            if self._proof and received == self._proof:  # the same proof
                 self.head = self._proved
                 return True
             self._replies = Replies(self._count)
@@ -88,7 +90,7 @@ class PipelinedHeadRead:
         return True
 
     def _check_replies(self, replies: Sequence[object]) -> DatasetHead | None:
-        """Returns the proven head; otherwise remembers what to request next."""
+        """The proven head; otherwise remembers what to request next."""
         named, *rest = replies
         identity = UUID(bytes=named) if isinstance(named, bytes) and len(named) == 16 else None
         if identity is None or identity != self._identity:

@@ -23,6 +23,7 @@ def number(reply: object) -> int:
 
 
 def as_count(reply: object) -> int:
+    """A number that is neither negative nor missing."""
     found = number(reply)
     if reply is None or found < 0:
         raise corrupt_store_error("something else where a count should be")

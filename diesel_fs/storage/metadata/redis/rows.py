@@ -1,9 +1,9 @@
 """Reads entries of one generation of a dataset in Redis (`keys.py`), and turns them into columns.
 
-A cursor is valid only for the server that gave it: a Redis that was restarted, or took over the
-slot, continues elsewhere without an error. So a scan of several pages raises PartialScan unless it
-yields as many different names as the hash has. The caller checks, before and after, that generation
-and version are still the dataset's.
+Large hashes are scanned in pages. A cursor is valid only for the server that gave it: a Redis that
+was restarted, or took over the slot, continues elsewhere without an error. So a scan of several
+pages raises PartialScan unless it yields as many different names as the hash has. The caller
+checks, before and after, that generation and version are still the dataset's.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,15 +32,17 @@ from .pieces import unpack_paths
 from .replies import listed, number, octets, packed_dict, pair
 
 FolderEntries = tuple[bytes, Sequence[bytes], Sequence[bytes]]
+"""A folder's path, names in it, and their packed entries."""
 
 # Replies to a pipeline take some megabytes at most
 _FOLDERS_AT_ONCE = 64
-_SCAN_ROWS = 32_768
+_SCAN_ROWS = 32_768  # in all folders that are scanned at once
 _NAMES_AT_ONCE = 1000
 _COMMANDS_AT_ONCE = 1000
 _PIECES_AT_ONCE = 500
 
 _START = b"0"
+"""Redis returns it at the end of a scan, too."""
 
 
 class _ScanWords(NamedTuple):
@@ -66,10 +68,11 @@ def kind_of(entry: bytes) -> int:
 
 
 def chunks_of(entry: bytes) -> list[bytes]:
+    """The ID of the chunk that holds each extent of an entry."""
     extents = int.from_bytes(entry[EXTENTS_AT : EXTENTS_AT + 4], "little")
     if len(entry) <= EXTENDED_BYTES or extents <= 1:
         return [entry[RECORD.itemsize : PLAIN_BYTES]]
-    starts = range(EXTENDED_BYTES, len(entry), EXTENT.itemsize)
+    starts = range(EXTENDED_BYTES, len(entry), EXTENT.itemsize)  # an `EXTENT` begins with its chunk
     return [entry[at : at + CHUNK_ID_BYTES] for at in starts]
 
 
@@ -112,7 +115,7 @@ class GenerationReader:
     def names_of_pieces(
         self, pieces: Iterable[PieceName]
     ) -> Iterator[tuple[PieceName, dict[FolderId, list[bytes]]]]:
-        """By folder, each name once. Raises GenerationGone."""
+        """Names in each applied piece, by folder, each once. Raises GenerationGone."""
         for portion in in_portions(pieces, _PIECES_AT_ONCE):
             self._at_each_page()
             replies = self._link.run(
@@ -139,7 +142,7 @@ class GenerationReader:
     def paths(self, folders: Iterable[FolderId]) -> dict[FolderId, bytes]:
         parents: dict[FolderId, tuple[FolderId, bytes]] = {}
         wanted = [*dict.fromkeys(folders)]
-        level: Sequence[FolderId] = wanted
+        level: Sequence[FolderId] = wanted  # then their parents, and so on
         while level:
             above = dict[FolderId, None]()
             for portion in in_portions(level, _COMMANDS_AT_ONCE):
@@ -172,7 +175,7 @@ class GenerationReader:
         entries: dict[bytes, bytes] = {}
         for _, page in self._scan([self._generation.entries(folder)]):
             entries |= page
-        entries.pop(b"", None)
+        entries.pop(b"", None)  # the root's own entry
         perhaps_implied = [
             name
             for name in self._subfolders([folder])[0]
@@ -183,6 +186,7 @@ class GenerationReader:
         return entries | dict.fromkeys(compress(perhaps_implied, alive), implied)
 
     def _are_alive(self, folders: Sequence[FolderId]) -> list[bool]:
+        """Whether anything but tombstones lies in each folder, at any depth."""
         alive = [False] * len(folders)
         level = list(enumerate(folders))  # position in `folders`, and a folder at or below it
         while level:
@@ -191,6 +195,7 @@ class GenerationReader:
                 commands = []
                 for _, folder in portion:
                     commands.append(command("HLEN", self._generation.entries(folder)))
+                    # how many of these are tombstones
                     commands.append(command("HGET", self._generation.key(folder, b"d"), folder))
                 replies = [*map(number, self._link.run(commands))]
                 for (i, folder), entries, tombstones in zip(
@@ -230,7 +235,7 @@ class GenerationReader:
         """Pages of hashes or sets, each with its key. Names may repeat while Redis resizes the
         hash. Raises PartialScan."""
         cursors = [(key, _START) for key in keys]
-        names = dict[bytes, set[bytes]]()
+        names = dict[bytes, set[bytes]]()  # seen so far, by key, if there are several pages
         while cursors:
             self._at_each_page()
             portion, cursors = cursors[:keys_at_once], cursors[keys_at_once:]
@@ -257,7 +262,7 @@ class GenerationReader:
 def folder_paths(
     parents: Mapping[FolderId, tuple[FolderId, bytes]], wanted: Iterable[FolderId]
 ) -> dict[FolderId, bytes]:
-    """`parents` must have all wanted folders and those above them."""
+    """`parents` has the parent and the name of each wanted folder and of all above it."""
     paths = {ROOT_FOLDER: ROOT}
     found = {}
     for folder in wanted:
@@ -276,10 +281,11 @@ def folder_paths(
 
 
 def columns(found: Iterable[FolderEntries], chunks: Sequence[ChunkId] | None = None) -> Rows:
-    """`chunks` becomes the table of chunks; None: the chunks that hold the entries."""
+    """Turn packed entries into columns. `chunks` becomes the table of chunks; if it is None, the
+    table has the chunks that hold the entries."""
     folders: dict[bytes, int] = {}
     folder, counts, names = list[int](), list[int](), list[bytes]()
-    plain: list[bytes] = []  # the first `PLAIN_BYTES` of each entry
+    plain: list[bytes] = []  # the first `PLAIN_BYTES` of each entry, many joined
     tails: dict[int, bytes] = {}
     for path, names_here, entries in found:
         if len(names_here) != len(entries):

@@ -3,7 +3,8 @@
 The hash `dead` (`keys.py`) lists each generation that is being built, or was replaced or dropped. A
 rebuild writes a heartbeat there every 20 s; without one for 10 minutes it counts as abandoned. Keys
 are removed in small steps. A generation stays listed for at least 10 minutes after its end, because
-a writer that does not know this yet may still write keys.
+a writer that does not know this yet may still write keys. A rebuild does not rely on the state that
+it replaces: that may be damaged.
 """
 
 import time
@@ -45,11 +46,12 @@ from .transactions import BucketCounts, RedisTransactions, parse_bucket_counts, 
 _ROWS_AT_ONCE = 16_384
 _BYTES_AT_ONCE = 16 << 20
 _HEARTBEAT_S = 20.0
-_CLEAN_S = 3.0
+_CLEAN_S = 3.0  # for one removal of generations; a later one removes the rest
 _ABANDONED_S = 600
 _KEYS_AT_ONCE = 1000
 
 _NO_REVISION = (b"", b"0")
+"""REPLACE_LIVE expects this if no state is live."""
 
 
 class RedisShadowState(ShadowState):
@@ -68,18 +70,19 @@ class RedisShadowState(ShadowState):
         self._identity = identity
         self._newer_than = newer_than
         self._chunks: dict[ChunkId, None] = {}
-        self._counts: dict[int, BucketCounts] = {}
+        self._counts: dict[int, BucketCounts] = {}  # by bucket, as last returned
         self._sent_pieces = Counter[int]()
-        self._waiting: list[ChunkPieces] = []
+        self._waiting: list[ChunkPieces] = []  # for `flush`
         self._rows = 0
         self._bytes = 0
-        self._last_heartbeat_s = -_HEARTBEAT_S
-        # Another run ID means a restart, which may lose data
+        self._last_heartbeat_s = -_HEARTBEAT_S  # monotonic
+        # The run IDs of the Redis servers when the rebuild began. Another ID means a restart, which
+        # may lose data.
         self._run_ids = list[str]()
-        self._head_run_id = b""
+        self._head_run_id = b""  # of the server that has the head's slot
 
     def begin(self) -> None:
-        self._link.with_retries(self._read_revision)
+        self._link.with_retries(self._read_revision)  # for its ConflictError
         self._run_ids = self._link.with_retries(self._link.run_ids)
         self._heartbeat()
 
@@ -93,7 +96,7 @@ class RedisShadowState(ShadowState):
         try:
             reply = self._link.execute("HKEYS", DatasetKeys(self._identity).chunks)
             chunks = frozenset(ChunkId(octets(chunk, 16)) for chunk in listed(reply))
-        except CorruptError as error:
+        except CorruptError as error:  # readers cannot read these chunks either
             log.warning(
                 "the rebuild of %s replaces a damaged list of chunks: %s", self._name, error.message
             )
@@ -101,8 +104,8 @@ class RedisShadowState(ShadowState):
         return LiveState(revision, chunks)
 
     def _read_revision(self) -> tuple[bytes, ...]:
-        """Returns the live state's generation and version; empty if there is none. Raises
-        ConflictError if another dataset has the name or the identity."""
+        """The live state's generation and version; empty if there is none. Raises ConflictError if
+        another dataset has the name or the identity."""
         name, identity = self._name, self._identity
         owner = self._link.execute("HGET", NAMES_KEY, name)
         if isinstance(owner, bytes) and len(owner) == 16 and owner != identity.bytes:
@@ -167,7 +170,7 @@ class RedisShadowState(ShadowState):
         if link.with_retries(link.run_ids) != self._run_ids or applied_pieces != self._sent_pieces:
             raise _restarted_error()
         _, before = expected.revision or _NO_REVISION
-        is_number = before.isdigit() and len(before) < 19
+        is_number = before.isdigit() and len(before) < 19  # otherwise it is damaged
         wanted = rebuilt_version(
             int(before) if is_number else 0,
             self._newer_than,
@@ -211,7 +214,7 @@ class RedisShadowState(ShadowState):
         with suppress(NoSuchDataset, CorruptError):
             head = self._transactions.read_head(self._identity)
             if head.generation.name == self._generation.name:
-                return head.dataset.version
+                return head.dataset.version  # an earlier try succeeded, but its reply was lost
         if word == "lost":
             raise MetadataError(
                 f"Redis has lost data of the rebuild of {self._name!r}", advice="run it again"
@@ -232,8 +235,8 @@ def _restarted_error() -> BusyError:
 
 
 def remove_abandoned(transactions: RedisTransactions) -> None:
-    """Remove generations that belong to no dataset and no rebuild. A later call goes on after
-    `_CLEAN_S`."""
+    """Remove generations that belong to no dataset and no rebuild. Begins no further one after
+    `_CLEAN_S`; a later call goes on."""
     end_s = time.monotonic() + _CLEAN_S
     for name, state in packed_dict(transactions.link.execute("HGETALL", DEAD_KEY)).items():
         buckets = int.from_bytes(state[STATE.size :], "little")
@@ -263,7 +266,7 @@ def remove_generation(transactions: RedisTransactions, generation: Generation, a
         return
     reader = GenerationReader(link, generation, link.extend_deadline)
     for bucket in range(generation.buckets):
-        with suppress(PartialScan):
+        with suppress(PartialScan):  # a later call removes the rest
             for page in reader.hash_pages(generation.key(bucket, b"f")):
                 folders = [FolderId(folder) for folder in page]
                 keys = [generation.entries(folder) for folder in folders]

@@ -9,6 +9,8 @@ With `appendonly yes` on Redis 7.2 or later, everything committed before `sync` 
 power cut. Older versions cannot report when their log is on disk (`appendfsync everysec`: within
 some two seconds; `always`: at once). Without a log, Redis loses all writes since its last snapshot.
 Nothing is lost for good: chunks that the metadata store no longer knows are folded in again.
+
+`keys.py` defines the terms.
 """
 
 import secrets
@@ -89,11 +91,11 @@ _CLUSTER_BUCKETS = 64
 once."""
 
 _TRIES_WITHOUT_LOCK = 3
-_QUICK_TRIES_WITHOUT_LOCK = 8
+_QUICK_TRIES_WITHOUT_LOCK = 8  # of a read of few entries
 _TRIES_MAX = 20
 _PARTIAL_SCANS_MAX = 4
 """After this number of scans of an unchanged state that each missed something, Redis has lost data:
-no restart or move of a slot disturbs that many in a row."""
+it does not restart, or move a slot, in each of several scans in a row."""
 
 _REPAIR_ENTRIES = 1 << 20
 """Lost entries that one commit of `repair` folds in. Until all are folded in, readers see only
@@ -103,7 +105,7 @@ _RELEASE_S = 1.0  # to release a commit lock, which otherwise expires
 _FORGET_AT_ONCE = 64
 """Chunks that one transaction removes: the head's script keeps Redis busy for 1 ms."""
 
-_PATHS_AT_ONCE = 10_000
+_PATHS_AT_ONCE = 10_000  # paths or chunks in one round trip
 
 T = TypeVar("T")
 
@@ -147,6 +149,8 @@ class RedisMetadata(RebuildingStore):
         )
         seconds, microseconds = cast(tuple[int, int], reply)
         return seconds + microseconds / 1e6
+
+    # Datasets
 
     def heads(self) -> list[DatasetHead]:
         def read() -> list[DatasetHead]:
@@ -198,7 +202,7 @@ class RedisMetadata(RebuildingStore):
         return {
             name: UUID(bytes=identity)
             for name, identity in packed_dict(reply).items()
-            if len(identity) == 16
+            if len(identity) == 16  # reading a damaged one raises the error
         }
 
     def _apply_pending(self, identity: UUID) -> RedisHead:
@@ -234,6 +238,8 @@ class RedisMetadata(RebuildingStore):
 
     def remove_abandoned(self) -> None:
         self._link.with_retries(lambda: remove_abandoned(self._transactions))
+
+    # Commits
 
     def commit(self, identity: UUID, *batches: CommitBatch) -> int:
         return self._commit(identity, batches)
@@ -290,7 +296,8 @@ class RedisMetadata(RebuildingStore):
     def _forget(
         self, identity: UUID, chunks: Sequence[ChunkId], deadline: float, *, tombstones: bool
     ) -> bool:
-        """Try once. Returns False if it must be called again."""
+        """Try once to remove those of `chunks` that are empty. Returns False if it must be called
+        again."""
 
         def read(head: RedisHead, reader: GenerationReader) -> tuple[RedisHead, list[ChunkPieces]]:
             records = self._link.execute("HMGET", DatasetKeys(identity).chunks, *chunks)
@@ -358,6 +365,8 @@ class RedisMetadata(RebuildingStore):
                 log_unreleased(error)
 
         return CommitLock(release)
+
+    # Reading
 
     def lookup(
         self, identity: UUID, paths: Iterable[bytes], *, tombstones: bool = False
@@ -477,9 +486,9 @@ class RedisMetadata(RebuildingStore):
         *,
         until_empty: bool = False,
     ) -> T:
-        """Calls `read` until all that it read belongs to one state. `read` gets the head, with the
-        right counts if `until_empty`, and a reader of its generation. If commits keep changing the
-        version, they are locked."""
+        """The result of `read`, once all that it read belongs to one state. `read` gets the head,
+        with the right counts if `until_empty`, and a reader of its generation. If commits keep
+        changing the version, they are locked."""
         return self._with_read_deadline(
             lambda: self._read_once(identity, read, until_empty=until_empty)
         )
@@ -487,7 +496,7 @@ class RedisMetadata(RebuildingStore):
     def _read_once(
         self, identity: UUID, read: Callable[[RedisHead, GenerationReader], T], *, until_empty: bool
     ) -> T:
-        """Does not try again after an error of Redis."""
+        """As `_read`, without further tries after an error of Redis."""
         tries_without_lock = _TRIES_WITHOUT_LOCK if until_empty else _QUICK_TRIES_WITHOUT_LOCK
         partial_scans = 0
         with RenewingCommitLock(self, identity) as lock:

@@ -2,8 +2,8 @@
 
 A script is atomic, but touches one slot only, and a dataset has many. So a commit first writes its
 pieces (`keys.py`) to keys that no reader reads. Then one script in the head's slot commits. Every
-reader and writer applies all pending pieces before it reads entries, so everybody sees a version
-with all of its entries, and none of a later one.
+reader and writer applies all pending pieces before it reads entries, so nobody sees the new version
+without its entries, or entries of a later version.
 
     1  BEGIN    Record the changes, so that others can remove the pieces if the writer dies.
     2  (HSET)   Write the pieces to the hash `x` of each bucket.
@@ -12,7 +12,9 @@ with all of its entries, and none of a later one.
     4  APPLY    For each piece: update entries, holes and counts of its bucket; remove the piece.
     5  APPLIED  Add the buckets' counts to the head; remove the changes from the pending ones.
 
-To remove chunks, step 2 lists the entries to remove, and step 4 is UNAPPLY.
+To remove chunks, step 2 lists the entries to remove, and step 4 is UNAPPLY. A full Redis refuses
+steps 1 to 3, except those of a removal and of a commit that makes room (`CommitBatch.makes_room`):
+otherwise the memory would stay full.
 
 Concurrency. Each of steps 1, 3 and 5 is one script, as is each piece of step 4. Between two
 scripts, anything may happen: other writers commit, readers apply the same pieces, the writer dies,
@@ -81,18 +83,19 @@ from .replies import as_count, listed, octets
 _LOCK_POLL_S = 0.02
 
 _PIECES_AT_ONCE = 64
-_APPLY_ROUNDS_MAX = 8
+_APPLY_ROUNDS_MAX = 8  # before a reader locks commits
 _TRIES_MAX = 20
-_CLEAN_INTERVAL_S = 60.0
+_CLEAN_INTERVAL_S = 60.0  # between searches for abandoned transactions
 _ABANDONED_S = 600
-"""The writer of an older transaction must start again."""
+"""The writer of an older transaction is dead, or must start again."""
 
 BucketCounts = tuple[int, int, int]
+"""Applied pieces, files, bytes of the files."""
 
 
 @dataclass(frozen=True)
 class Transaction:
-    """The pieces of `changes` are in the buckets of `generation`."""
+    """`changes` lists the chunks and their pieces, which are in the buckets of `generation`."""
 
     identity: UUID
     generation: Generation
@@ -118,6 +121,7 @@ class Transaction:
 
     @cached_property
     def words(self) -> tuple[bytes, bytes, bytes, int]:
+        """The first arguments of BEGIN and COMMIT."""
         return self.generation.name, self.changes.transaction, self.changes.pack(), int(self.frees)
 
     def staged_piece(self, name: PieceName) -> tuple[bytes, bytes]:
@@ -147,7 +151,7 @@ class RedisTransactions(HeadReader):
     def __init__(self, link: RedisLink, clock_ns: Callable[[], int]) -> None:
         super().__init__(link)
         self.clock_ns = clock_ns
-        self._cleaned_s = -_CLEAN_INTERVAL_S
+        self._cleaned_s = -_CLEAN_INTERVAL_S  # monotonic time of the last search
         self._generations: dict[UUID, Generation] = {}  # as read last: a stale one is refused
 
     def read_head(self, identity: UUID) -> RedisHead:
@@ -156,8 +160,8 @@ class RedisTransactions(HeadReader):
         return head
 
     def apply_pending(self, identity: UUID, *, until_empty: bool = True) -> RedisHead:
-        """Apply the pending changes (`until_empty`: until none are left, since only then do the
-        head's counts belong to its version). Returns the head. Raises PendingCommits if others keep
+        """Apply all pending changes; returns the head. `until_empty`: until none are pending, since
+        only then do the head's counts belong to its version. Raises PendingCommits if others keep
         committing."""
         for _ in range(_APPLY_ROUNDS_MAX):
             head = self.read_head(identity)
@@ -184,6 +188,8 @@ class RedisTransactions(HeadReader):
 
     def invalidate_generation(self, identity: UUID) -> None:
         self._generations.pop(identity, None)
+
+    # Committing
 
     def commit(
         self,
@@ -266,7 +272,7 @@ class RedisTransactions(HeadReader):
             self._drop(transaction)
             raise
         except DieselError:
-            with suppress(Exception):
+            with suppress(Exception):  # as above
                 self._abandon(transaction)
             raise
 
@@ -323,10 +329,12 @@ class RedisTransactions(HeadReader):
         self._write(transaction, chunks, deadline)
         self._apply(transaction)
 
+    # Applying
+
     def _apply(
         self, transaction: Transaction, own_pieces: Mapping[PieceName, BucketPiece] | None = None
     ) -> None:
-        """The writer's `own_pieces` replace pieces that Redis has lost."""
+        """`own_pieces`: the writer's copies, which replace pieces that Redis has lost."""
         identity, generation = transaction.identity, transaction.generation
         changes = transaction.changes
         is_removal = changes.transaction.startswith(REMOVAL_PREFIX)
@@ -345,7 +353,7 @@ class RedisTransactions(HeadReader):
             missing = [i for i, reply in enumerate(replies) if reply is None]
             if missing:
                 if not self._is_pending(transaction):
-                    return
+                    return  # rebuilt or dropped, or others have applied it and removed its chunks
                 if own_pieces is None:
                     raise lost_data_error(self.read_head(identity).dataset.name)
                 again = [
@@ -363,7 +371,7 @@ class RedisTransactions(HeadReader):
         self, identity: UUID, generation: Generation, packed: bytes, *words: Word
     ) -> None:
         keys = DatasetKeys(identity)
-        with suppress(ScriptRejected):
+        with suppress(ScriptRejected):  # rebuilt or dropped since
             applied = [keys.head, keys.pending, keys.counts]
             self.run_head_script(APPLIED, applied, generation.name, packed, *words)
 
@@ -383,20 +391,23 @@ class RedisTransactions(HeadReader):
         head, changes = self.read_head(transaction.identity), transaction.changes
         return head.generation.name == changes.generation and changes.pack() in head.pending
 
+    # Removing what failed transactions left
+
     def _abandon(self, transaction: Transaction) -> None:
+        """Undo this process's transaction, unless it was committed."""
         try:
             self.run_head_script(
                 ABANDON, [transaction.keys.begun], transaction.changes.transaction, 0
             )
         except (UnknownDataset, ScriptRejected):
-            return
+            return  # committed or removed already, or never begun
         self._drop(transaction)
 
     def _drop(self, transaction: Transaction) -> None:
         staged = map(transaction.staged_piece, transaction.changes.pieces())
         commands = [command("HDEL", key, field) for key, field in staged]
         commands.append(command("HDEL", transaction.keys.begun, transaction.changes.transaction))
-        with suppress(Exception):
+        with suppress(Exception):  # they are removed as abandoned later
             self.link.run(commands)
 
     def remove_abandoned_transactions(self, identity: UUID, generation: Generation) -> None:
@@ -419,6 +430,7 @@ class RedisTransactions(HeadReader):
 
 
 def piece_keys(generation: Generation, bucket: int, folders: Sequence[FolderId]) -> list[bytes]:
+    """The keys of `APPLY` and `UNAPPLY` for a piece with entries in these folders."""
     keys = generation.script_keys(bucket)
     for folder in folders:
         keys += (generation.entries(folder), generation.below(folder))
@@ -431,10 +443,12 @@ def parse_bucket_counts(reply: object) -> BucketCounts:
 
 
 def changing_error(identity: UUID) -> BusyError:
+    """Other writers kept changing the dataset until tries or time were used up."""
     return BusyError(f"dataset {identity} kept changing", advice="try again")
 
 
 def _not_applied(head: RedisHead, cause: DieselError) -> MetadataBehind:
+    """A reader cannot apply pending changes, because Redis takes no writes."""
     name = head.dataset.name
     return MetadataBehind(
         f"the last commits to {name!r} cannot be read yet, they are not applied: {cause.message}"

@@ -42,7 +42,7 @@ DEADLINE_S = 30.0
 LEASE_NAME = "meta.lease"
 
 _CACHE_KIB = 16 << 10
-_CHECKPOINT_PAGES = 4000  # 16 MB: SQLite's default means more syncs in a long put
+_CHECKPOINT_PAGES = 4000  # 16 MB: SQLite's default of 1,000 means more syncs in a long put
 _WAL_BYTES_KEPT = 64 << 20
 _IDLE_MAX = 4
 _POLL_S = 0.02
@@ -79,9 +79,9 @@ class SqliteFile:
         self._change = threading.Condition()  # guards all below
         self._idle: list[sqlite3.Connection] = []
         self._in_use = 0
-        self._file: tuple[int, int] | None = None
+        self._file: tuple[int, int] | None = None  # device and inode of the idle connections' file
         self._forking = False
-        self._unusable = ""
+        self._unusable = ""  # why no transaction can begin any more
         with self._errors():
             self._check_files(create)
             self._idle.append(self._open(create))
@@ -92,6 +92,8 @@ class SqliteFile:
         """The file system's clock: over a network, its server's."""
         with self._errors(), tempfile.TemporaryFile(dir=self.path.parent) as file:
             return os.fstat(file.fileno()).st_mtime
+
+    # Transactions
 
     @property
     def durable_commits(self) -> bool:
@@ -142,6 +144,8 @@ class SqliteFile:
             self._locks_checked = True
             self._lease.keep()
 
+    # The pool of connections
+
     @contextmanager
     def _borrowed(self) -> Iterator[sqlite3.Connection]:
         connection = self._borrow()
@@ -154,7 +158,7 @@ class SqliteFile:
                     connection.execute("ROLLBACK")
             reusable = True
         except DieselError:
-            reusable = True
+            reusable = True  # it is not SQLite's error
             raise
         finally:
             self._give_back(connection, reusable=reusable)
@@ -165,7 +169,7 @@ class SqliteFile:
                 raise BusyError(f"{self.path} cannot be used while this process forks")
             if self._unusable:
                 raise MetadataError(f"cannot use {self.path}: {self._unusable}")
-            replaced = self._file != self._identity()
+            replaced = self._file != self._identity()  # idle connections have the old file
             if replaced or (not self._rollback and self._lease_exists()):
                 self._close_idle()
             connection = self._idle.pop() if self._idle else None
@@ -196,6 +200,8 @@ class SqliteFile:
         except OSError:
             return None
         return found.st_dev, found.st_ino
+
+    # Opening
 
     def _check_files(self, create: bool) -> None:
         folder = self.path.parent
@@ -300,7 +306,7 @@ class SqliteFile:
         # A commit ends when SQLite unlinks the journal. EXTRA syncs the folder after that;
         # otherwise the journal could come back after a power cut, and undo the commit
         connection.execute("PRAGMA synchronous=EXTRA")
-        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # releases the lock
 
     def _set_journal(self, connection: sqlite3.Connection, wanted: str) -> None:
         """SQLite does not wait here for other users of the file; this does."""
@@ -319,7 +325,7 @@ class SqliteFile:
 
     def _make(self, connection: sqlite3.Connection) -> None:
         connection.execute("BEGIN IMMEDIATE")
-        if not self._is_made(connection):
+        if not self._is_made(connection):  # another process may have been faster
             if self._rollback:
                 self._keep_lease()
             for statement in filter(str.strip, SCHEMA.split(";\n")):
@@ -327,6 +333,8 @@ class SqliteFile:
             connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         connection.execute("COMMIT")
+
+    # Errors
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -374,6 +382,8 @@ class SqliteFile:
         """By the file's mode. This must not open the file (see the module)."""
         return os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
 
+    # Forks
+
     def before_fork(self) -> None:
         """Wait for transactions, close all connections, and let none begin until `after_fork`."""
         self._change.acquire()
@@ -407,7 +417,7 @@ def _lock_holders(files: list[Path]) -> list[int]:
 
 _FILES: "weakref.WeakSet[SqliteFile]" = weakref.WeakSet()
 _FORK_LOCK = threading.Lock()  # while `_FILES` changes, and during a fork
-_forked: list[SqliteFile] = []
+_forked: list[SqliteFile] = []  # after `before_fork`
 
 
 def _before_fork() -> None:

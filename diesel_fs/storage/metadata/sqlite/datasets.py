@@ -71,7 +71,7 @@ def new_number(db: sqlite3.Connection) -> int:
 
 
 def insert(db: sqlite3.Connection, head: DatasetHead, number: int | None = None) -> None:
-    """Other tables have the dataset's rows under `number` (None: a new one)."""
+    """`number`: the number under which the dataset's rows are in other tables (None: a new one)."""
     write(db, _insert(db, number, head.identity.bytes, head.name), head)
 
 

@@ -32,6 +32,7 @@ _INSERT_MANY = (
 )
 
 _Key = tuple[int, bytes, bytes, bytes]
+"""Folder, name, stamp and record of a row without a tail."""
 
 
 class _Row(NamedTuple):
@@ -52,6 +53,7 @@ class _Row(NamedTuple):
 
     @property
     def extents(self) -> int:
+        """0 or 1 if the file is not split."""
         return int(np.frombuffer(self.record, RECORD)["extents"][0])
 
 
@@ -62,7 +64,7 @@ def fold_chunks(
     batches: Sequence[CommitBatch],
     version: int,
 ) -> DatasetHead:
-    """Returns the head at `version`."""
+    """Fold in chunks that are not known yet. Returns the head at `version`."""
     folders = FolderNumbers(db, number)
     files, total = head.files, head.bytes
     for batch in batches:
@@ -82,7 +84,8 @@ def fold_chunks(
 
 
 class ChunkFold:
-    """`files` and `bytes` are changes of the head's counts."""
+    """`files` and `bytes` are changes of the head's counts. The transaction's chunks share
+    `folders`."""
 
     def __init__(
         self,
@@ -167,6 +170,8 @@ class ChunkFold:
             for place in np.setdiff1d(np.arange(int(places.max()), dtype=np.uint32), places):
                 self._add_hole(self._chunk, int(place))
 
+    # Entries of one extent
+
     def _add_whole(self, plain: list[_Key], tailed: list[_Row]) -> None:
         if self._batch.by_purge:
             contested = [*map(self._row, plain), *tailed]
@@ -182,7 +187,7 @@ class ChunkFold:
                 self._add_hole(row.chunk, row.place)
 
     def _insert_new(self, plain: list[_Key], tailed: list[_Row]) -> list[_Row]:
-        """Nearly all rows have a new path. Returns those that have not."""
+        """Insert rows with a new path, nearly always all. Returns the others."""
         before = self._db.total_changes
         singly_from = len(plain) - len(plain) % _ROWS_AT_ONCE
         for start in range(0, singly_from, _ROWS_AT_ONCE):
@@ -206,7 +211,7 @@ class ChunkFold:
         return not_inserted
 
     def _drop_older_parts(self, plain: list[_Key], tailed: list[_Row]) -> None:
-        """Such parts have lost, and become holes."""
+        """Parts that are older than an entry just added have lost, and become holes."""
         waiting: list[tuple[int, bytes]] = self._db.execute(
             "SELECT DISTINCT folder, name FROM part"
         ).fetchall()
@@ -228,6 +233,7 @@ class ChunkFold:
         self._db.execute(f"DELETE {where}", key)
 
     def _replace(self, old: _Row | None, row: _Row) -> None:
+        """The places of `old`, the path's entry before `row`, become holes."""
         if old is not None:
             self._count(old, -1)
             for chunk, place in self._places(old):
@@ -236,6 +242,8 @@ class ChunkFold:
         self._db.execute(f"INSERT OR REPLACE {_INTO}", row)
         self._write_spans(row, add=True)
         self._count(row, 1)
+
+    # Extents
 
     def _add_part(self, row: _Row) -> None:
         old = self._entry(row.folder, row.name)
@@ -287,7 +295,7 @@ class ChunkFold:
         self._drop_parts(row.key, "<")
 
     def _swap_extent(self, old: _Row, row: _Row) -> None:
-        """The chunk with the greater ID keeps the extent."""
+        """Fold another copy of an extent of `old`: the chunk with the greater ID keeps it."""
         extents = np.frombuffer(old.tail or b"" if old.extents > 1 else b"", EXTENT).copy()
         number = _extent_number(row)
         if number >= len(extents) or extents[number]["chunk"].tobytes() >= self._id(row.chunk):
@@ -314,6 +322,8 @@ class ChunkFold:
                 else "DELETE FROM span WHERE chunk = ? AND folder = ? AND name = ?",
                 sorted(spans),
             )
+
+    # Helpers of both
 
     def _entry(self, folder: int, name: bytes) -> _Row | None:
         found = self._db.execute(

@@ -1,9 +1,10 @@
 """Decides which host may write to a SQLite file on a network file system.
 
-SQLite relies on file locks, which not all network file systems have. So a lease, in a small file
-beside the database, lets only one host (identified by its boot ID) write at a time. Each writing
-process is a holder with an expiry of its own; another host may take the lease when all holders have
-released it or have expired. Thread-safe; a forked child becomes a holder of its own.
+SQLite relies on file locks, which on network file systems work or fail depending on server and
+mount options. So a lease, in a small file beside the database, lets only one host (identified by
+its boot ID) write at a time. Each writing process is a holder with an expiry of its own; another
+host may take the lease when all holders have released it or have expired. Thread-safe; a forked
+child becomes a holder of its own.
 """
 
 import errno
@@ -31,7 +32,7 @@ CLOCK_ALLOWANCE_S = 300.0
 _LOCK_DEADLINE_S = 10.0
 _POLL_S = 0.02
 _FILE_BYTES_MAX = 1 << 16
-_HOLDERS_MAX = 500
+_HOLDERS_MAX = 500  # keeps the file small
 
 # Mount options that keep locks inside one host, or turn them off
 _LOCAL_LOCKS = frozenset(
@@ -97,11 +98,11 @@ class HostLease:
         self._clock = clock
         self._process = 0  # that made `_token`: a forked child makes its own
         self._token = ""
-        self._fresh_until = 0.0
+        self._fresh_until = 0.0  # monotonic time at which `keep` has to write
 
     def keep(self) -> None:
-        """Take the lease, or renew it once half of its time has passed. Raises BusyError if another
-        host has it, PermissionDenied, MetadataError."""
+        """Take the lease, or renew it once half of its time has passed; cheap before that. Raises
+        BusyError if another host has it, PermissionDenied, MetadataError."""
         if self._process != os.getpid():
             self._process, self._token, self._fresh_until = os.getpid(), secrets.token_hex(8), 0.0
         if time.monotonic() < self._fresh_until:

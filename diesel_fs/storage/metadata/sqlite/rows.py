@@ -43,7 +43,7 @@ class FolderNumbers:
     def __init__(self, db: sqlite3.Connection, dataset: int) -> None:
         self._db = db
         self._dataset = dataset
-        # Whole paths would take much more memory
+        # By the parent's number and the name: whole paths would take much more memory
         self._numbers: dict[tuple[int, bytes], int] = {}
         self._paths: dict[int, bytes] = {}
         self.empty: set[int] = set()
@@ -103,6 +103,7 @@ class FolderNumbers:
         return sorted((path, number) for number, path in paths.items())
 
     def below(self, number: int) -> list[tuple[bytes, int]]:
+        """The folders directly in a folder."""
         return self._db.execute(
             "SELECT name, number FROM folder WHERE dataset = ? AND parent = ?",
             (self._dataset, number),
@@ -198,13 +199,13 @@ class RowCollector:
 
     def __init__(self) -> None:
         self._folders: dict[bytes, int] = {}
-        self._folder: list[int] = []
+        self._folder: list[int] = []  # position in `_folders`, once for consecutive rows
         self._counts: list[int] = []
         self._names: list[Names] = []
-        self._chunk: list[int] = []
+        self._chunk: list[int] = []  # number of a chunk, once for consecutive rows
         self._chunk_counts: list[int] = []
         self._records = bytearray()
-        self._tails: dict[int, bytes] = {}
+        self._tails: dict[int, bytes] = {}  # as in `Rows`
 
     @property
     def chunks(self) -> set[int]:

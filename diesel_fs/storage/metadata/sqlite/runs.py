@@ -35,7 +35,7 @@ _RECORD_BYTES = RECORD.itemsize
 
 
 class EntryRun(NamedTuple):
-    """Names ascend."""
+    """A decoded row of `run`. Names ascend."""
 
     chunk: int
     names: Names
@@ -46,7 +46,7 @@ class EntryRun(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Row numbers and ascending names."""
+    """Entries that can become a run: row numbers and ascending names."""
 
     folder: int
     rows: npt.NDArray[np.int64]
@@ -54,8 +54,8 @@ class Segment(NamedTuple):
 
 
 def segments(batch: CommitBatch, folders: Sequence[int]) -> Iterator[Segment]:
-    """The batch may have any order: a tar lists names as its file system does. `folders` are the
-    numbers of the batch's folders."""
+    """The batch's entries that runs can hold. The batch may have any order: a tar lists names as
+    its file system does. `folders` are the numbers of the batch's folders."""
     rows = batch.rows
     if batch.by_purge or len(rows) < ENTRIES_MIN:
         return
@@ -73,7 +73,7 @@ def segments(batch: CommitBatch, folders: Sequence[int]) -> Iterator[Segment]:
             by_name = sorted(range(len(names)), key=names.__getitem__)
             plain, names = plain[by_name], [names[i] for i in by_name]
             if any(map(operator.eq, names, names[1:])):
-                continue
+                continue  # a run has each name once
         unfit = in_folder[~fit[in_folder]]
         others = _names_at(all_names, unfit) if len(unfit) else []
         # A run ends beside each name that does not fit
@@ -95,7 +95,7 @@ def insert_runs(
     db: sqlite3.Connection, chunk: int, batch: CommitBatch, segment: Segment, *, into_empty: bool
 ) -> bool:
     """Insert a segment as runs. Returns False, and does nothing, if another row is in the way.
-    `into_empty`: the folder has no rows."""
+    `into_empty`: the folder has no rows, so nothing must be looked up."""
     folder, rows, names = segment
     cuts = [0, len(names)] if into_empty else _cuts(db, folder, names)
     for start, end in pairwise(cuts):
@@ -121,8 +121,8 @@ def _cuts(db: sqlite3.Connection, folder: int, names: Sequence[bytes]) -> list[i
     for first, last in _ranges(db, *folder_first_last):
         before, behind = bisect_left(names, first), bisect_right(names, last)
         if before != behind:
-            return []
-        cuts.append(before)
+            return []  # a name lies within the other run
+        cuts.append(before)  # the other run lies between two names
     return [*cuts, len(names)]
 
 
@@ -138,6 +138,7 @@ def split_runs(db: sqlite3.Connection, folder: int, names: Iterable[bytes]) -> N
 def _ranges(
     db: sqlite3.Connection, folder: int, first: bytes, last: bytes
 ) -> list[tuple[bytes, bytes]]:
+    """The first and last names of runs that overlap `first` to `last`, ascending."""
     found = db.execute(
         "SELECT first, last FROM run WHERE folder = ?1 AND first <= ?3 AND first >= coalesce("
         " (SELECT max(first) FROM run WHERE folder = ?1 AND first <= ?2), x'') ORDER BY first",
@@ -165,7 +166,7 @@ def _split_run(db: sqlite3.Connection, folder: int, first: bytes) -> None:
 
 
 def find(db: sqlite3.Connection, folder: int | None, name: bytes) -> tuple[int, bytes] | None:
-    """Returns the number of a file's chunk, and its record; None if no run has the file."""
+    """The number of a file's chunk, and its record; None if no run has the file."""
     row = db.execute(
         "SELECT chunk, names, records, last FROM run WHERE folder = ? AND first <= ?"
         " ORDER BY first DESC LIMIT 1",

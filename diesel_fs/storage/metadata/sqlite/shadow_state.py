@@ -1,8 +1,8 @@
 """Rebuilds a dataset in the SQLite metadata store, beside the state that readers see.
 
 A shadow state has its rows in the same tables, under a number that no dataset has and that the
-table `aside` lists. At the end its number becomes the dataset's. `aside` gets the old number, so
-that its rows are removed, in small transactions for other writers' sake.
+table `aside` lists. At the end its number becomes the dataset's, and `aside` gets the old number,
+so that its rows are removed, in small transactions for other writers' sake.
 
 A rebuild writes a heartbeat to `aside` every 20 s. Without one for 10 minutes it counts as dead,
 and the next rebuild or deletion removes its rows; if it lives after all, it fails at its next
@@ -29,7 +29,7 @@ _ROWS_AT_ONCE = 16_384  # some 0.1 s in one transaction
 _HEARTBEAT_S = 20.0
 _ABANDONED_S = 600.0
 _ABANDONED_BEAT = 0.0  # for a heartbeat: these rows are to be removed
-_CLEAN_S = 3.0  # after a failed rebuild; a later one goes on
+_CLEAN_S = 3.0  # after a failed rebuild: a later one removes the rest
 _FOLDERS_AT_ONCE = 256
 _CHUNKS_AT_ONCE = 64  # a chunk may have 65,536 holes
 
@@ -45,9 +45,9 @@ class SqliteShadowState(ShadowState):
         self._clock_ns = clock_ns
         self._number = 0
         self._head = DatasetHead(identity, name, 0, 0, 0, 0, 0, LOWEST)
-        self._waiting: list[CommitBatch] = []
+        self._waiting: list[CommitBatch] = []  # for `flush`
         self._rows = 0
-        self._heartbeat_s = 0.0
+        self._heartbeat_s = 0.0  # the last; monotonic
 
     def begin(self) -> None:
         with self._file.writing() as db:

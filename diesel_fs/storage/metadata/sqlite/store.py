@@ -80,9 +80,9 @@ class SqliteMetadata(RebuildingStore):
         deadline_s: float = DEADLINE_S,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> Self:
-        """`create` makes a missing store. With `readonly`, the store refuses changes and takes no
-        lease. Raises MetadataBehind if there is no store, PermissionDenied if the file or its
-        folder is not writable (a reader can use a snapshot then), ForeignError, NewerVersionError,
+        """`create` makes a missing store. A `readonly` store refuses changes and takes no lease.
+        Raises MetadataBehind if there is no store, PermissionDenied if the file or its folder is
+        not writable (a reader can use a snapshot then), ForeignError, NewerVersionError,
         CorruptError."""
         file = SqliteFile(
             path,
@@ -98,6 +98,8 @@ class SqliteMetadata(RebuildingStore):
 
     def now_s(self) -> float:
         return self._file.now_s()
+
+    # Datasets
 
     def heads(self) -> list[DatasetHead]:
         with self._file.reading() as db:
@@ -127,12 +129,15 @@ class SqliteMetadata(RebuildingStore):
     def remove_abandoned(self) -> None:
         remove_abandoned(self._file, self._clock_ns)
 
+    # Commits
+
     def commit(self, identity: UUID, *batches: CommitBatch) -> int:
         by_chunk = {batch.check().chunk.id: batch for batch in batches}
         return self._when_unlocked(identity, lambda: self._try_commit(identity, by_chunk))
 
     def _when_unlocked(self, identity: UUID, attempt: Callable[[], T | None]) -> T:
-        """`attempt` returns None while commits are locked. Raises BusyError at the deadline."""
+        """Repeat `attempt`, which returns None while commits are locked. Raises BusyError at the
+        deadline."""
         deadline = time.monotonic() + self._file.deadline_s
         while (found := attempt()) is None:
             if time.monotonic() > deadline:
@@ -216,6 +221,8 @@ class SqliteMetadata(RebuildingStore):
 
     def _clock_s(self) -> float:
         return self._clock_ns() / 1e9
+
+    # Reading
 
     def lookup(
         self, identity: UUID, paths: Iterable[bytes], *, tombstones: bool = False

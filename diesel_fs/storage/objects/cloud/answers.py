@@ -13,7 +13,7 @@ from ....errors import (
 from ..retry import AttemptFailed
 
 _SMALL_PUT_BYTES = 4 << 20
-_THROTTLED_PAUSE_S = 1.0  # obstore hides Retry-After
+_THROTTLED_PAUSE_S = 1.0  # obstore hides Retry-After, which is seconds in most stores
 _NO_BUCKET = frozenset({"NoSuchBucket", "InvalidBucketName", "ContainerNotFound"})
 _NO_SPACE = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"})
 _CLOCK = frozenset({"RequestTimeTooSkewed", "RequestInTheFuture"})
@@ -79,6 +79,7 @@ class AttemptLimits:
     """S3 returns no more in one page of a listing."""
 
     def attempt_s(self, size: int, put: bool) -> float:
+        """Seconds in which one attempt must move `size` bytes."""
         if put:
             return self.put_stall_s + _put_class(size) / self.bytes_per_s_min
         return self.stall_s + size / self.bytes_per_s_min
@@ -97,9 +98,9 @@ class CloudObject:
 def meaning_of_status(
     what: str, status: int, code: str, exists: bool, pause_s: float = 0.0
 ) -> DieselError:
-    """The error that an answer means; a `code` of "" means none. `what` begins the message.
-    `exists`: obstore reports that the object exists. `pause_s`: the pause that the store demands
-    (0: none known)."""
+    """The error that an answer means, by its HTTP status and the vendor's error code ("": none).
+    `what` begins the message. `exists`: obstore reports that the object exists. `pause_s`: the
+    pause that the store demands (0: none known)."""
     if code in _NO_BUCKET:
         return PermanentStoreError(
             f"{what}: no such bucket", advice="check its name, and create it first"
@@ -114,11 +115,11 @@ def meaning_of_status(
         return NoSpaceError(what, advice="free some space, or raise the quota")
     if exists and (status in (304, 412) or code in _EXISTS):
         return ObjectExists(f"{what}: exists already")
-    if code == "NoSuchUpload":  # ended, perhaps by our last request
+    if code == "NoSuchUpload":  # ended, perhaps by our last request, if its answer was lost
         return AttemptFailed(what, may_have_succeeded=True)
     match status:
         case 401 | 403:
-            # S3 also answers so for a missing key, if the user may not list the bucket
+            # S3 also answers so for a missing key, if the user may not list the bucket.
             return ObjectStoreRefused(what, advice="check the credentials, and what they may do")
         case 404:
             return ObjectMissing(f"{what}: no such object")
@@ -139,5 +140,5 @@ def meaning_of_status(
 
 
 def _put_class(size: int) -> int:
-    """A client serves one time limit, so puts of similar sizes share one."""
+    """The next power of two: a client serves one time limit, so puts of similar sizes share one."""
     return 1 << (max(size, _SMALL_PUT_BYTES) - 1).bit_length()

@@ -1,7 +1,7 @@
-"""Lets a program of DIESEL-FS open buckets in its own process (`cloud/__init__.py` says why).
+"""Lets a program of DIESEL-FS open buckets in its own process, without a helper process.
 
-Only programs import this module. obstore is imported when the first bucket is opened, since the
-import takes a tenth of a second.
+Only programs import this module (`tests/test_layers.py`); `cloud/__init__.py` says why. obstore is
+imported when the first bucket is opened, since the import takes a tenth of a second.
 """
 
 from ..store import ObjectStore

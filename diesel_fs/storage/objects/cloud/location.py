@@ -3,7 +3,7 @@
 Endpoint, region and credentials are those that the vendors' own tools would use: the environment
 first, then the profile in `~/.aws`. botocore reads the profile; it is imported only then, which
 takes 0.2 s. Plain http is used only if the endpoint's own URL says so. The client library, obstore,
-itself fetches credentials of instance and container roles.
+itself fetches credentials of instance and container roles. Nothing is cached.
 """
 
 import os
@@ -20,13 +20,13 @@ from ..retry import AttemptFailed
 Scheme = Literal["s3", "gs", "az"]
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,220}[A-Za-z0-9]")
-# Every store and obstore take these characters without encoding them
+# Characters that every store and obstore take without encoding them.
 _COMPONENT = re.compile(r"[A-Za-z0-9!_.*'()=+@,: -]{1,128}")
 _PREFIX_CHARS_MAX = 512  # a key has at most 1,024 bytes, and names of objects have some 100
 _RENEWED_S = 60  # credentials are read again this long before they end
 
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-# With any of these obstore finds credentials by itself
+# With any of these obstore finds credentials by itself.
 _OTHER_CREDENTIALS = (
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
@@ -62,7 +62,8 @@ class BucketAccess:
 
 
 def parse_bucket_url(url: str) -> BucketLocation:
-    """Raises ConfigError; its message repeats only parts of the URL that cannot be secret."""
+    """Parse `s3://bucket/prefix`, `gs://...` or `az://container/...`. Raises ConfigError; its
+    message repeats only parts of the URL that cannot be secret."""
     location = source_location(parse_url(url))
     scheme, bucket, prefix = location.scheme, location.bucket, location.prefix
     components = prefix.split("/") if prefix else []
@@ -75,7 +76,8 @@ def parse_bucket_url(url: str) -> BucketLocation:
 
 
 def source_location(url: RepositoryUrl) -> BucketLocation:
-    """Any keys are allowed: other programs have put the objects there. Raises ConfigError."""
+    """The place of objects that other programs have put into a bucket: any keys are allowed. Raises
+    ConfigError."""
     if url.scheme not in CLOUD_SCHEMES or url.meta:
         raise ConfigError(f"{url}: not the URL of a bucket", advice="s3://, gs:// or az://")
     if not _BUCKET.fullmatch(url.host):

@@ -19,7 +19,8 @@ _opener: BucketOpener = _by_helper
 
 
 def open_bucket(url: str, *, create: bool) -> ObjectStore:
-    """Raises ConfigError, ObjectStoreError, ObjectMissing."""
+    """`create` makes a store if there is none. Raises ConfigError, ObjectStoreError,
+    ObjectMissing."""
     return _opener(url, create)
 
 

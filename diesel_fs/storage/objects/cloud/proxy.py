@@ -1,10 +1,11 @@
 """An object store in a bucket for processes that may fork: a helper process speaks to the bucket.
 
-This process starts a **helper** (`proxy_process.py`), and forwards each call of `ObjectStore` to
-it. Over a socket pair, the **control** socket, this process and each of its forked children send
-the helper one end of a new connection, which serves one call at a time. So children share their
-parent's helper, but none of its connections. The helper ends when no process holds our end of the
-control socket. A process that notices that its helper was killed starts another.
+`cloud/__init__.py` says why. This process starts a **helper** (`proxy_process.py`), and forwards
+each call of `ObjectStore` to it. Over a socket pair, the **control** socket, this process and each
+of its forked children send the helper one end of a new connection, which serves one call at a time.
+So children share their parent's helper, but none of its connections. The helper ends when no
+process holds our end of the control socket. A process that notices that its helper was killed
+starts another.
 
 A message is a frame: the lengths of its head and of its payload (u32, u64), the head (msgpack), the
 payload.
@@ -43,13 +44,13 @@ log = logging.getLogger("diesel.objects")
 HELPER = (sys.executable, "-m", "diesel_fs.storage.objects.cloud.proxy_process")
 
 START_S = 90.0
-"""A helper first opens the store."""
+"""A helper first opens the store, with retries."""
 
 ANSWER_TIMEOUT_S = 600.0
 """For a helper that was stopped (SIGSTOP): its own deadlines, which depend on the size, are
 shorter."""
 
-NAMES_AT_ONCE = 10_000
+NAMES_AT_ONCE = 10_000  # in one answer to a listing
 
 _FRAME = struct.Struct("<IQ")
 _LOG = "buckets.log"
@@ -70,8 +71,8 @@ def send_frame(to: socket.socket, head: object, payload: Sequence[Bytes] = ()) -
 
 
 def receive_frame(at: socket.socket, room: memoryview | None = None) -> tuple[object, memoryview]:
-    """The payload is in `room` if that has exactly its size, otherwise in new memory. Raises
-    HelperDisconnected."""
+    """A message's head and payload. The payload is in `room` if that has exactly its size,
+    otherwise in new memory. Raises HelperDisconnected."""
     body_bytes, total = _FRAME.unpack(_receive_exactly(at, memoryview(bytearray(_FRAME.size))))
     head: object = msgpack.unpackb(_receive_exactly(at, memoryview(bytearray(body_bytes))))
     if room is None or len(room) != total:
@@ -93,6 +94,7 @@ def _receive_exactly(at: socket.socket, room: memoryview) -> memoryview:
 
 
 _Batch = list[str] | list[tuple[str, int, int]]
+"""Names, or (name, bytes, modified_ns)."""
 
 
 class _Sockets:
@@ -111,6 +113,7 @@ class CloudProxy(ObjectStore):
     fork_safe = True
 
     def __init__(self, url: str, control: socket.socket, store_id: uuid.UUID) -> None:
+        """Callers use `open`."""
         self.store_id = store_id
         self._url = url
         self._sockets = _Sockets(control)
@@ -124,11 +127,13 @@ class CloudProxy(ObjectStore):
         """Raises as `open_cloud`."""
         return cls(url, *_start_helper(url, create=create))
 
+    # Calls
+
     def _call(
         self, *call: object, payload: Sequence[Bytes] = (), room: memoryview | None = None
     ) -> tuple[object, memoryview]:
-        """If the helper has ended, the call is repeated once with a new one. Raises the error of
-        the call."""
+        """Returns the value and the bytes of the answer. If the helper has ended, the call is
+        repeated once with a new one. Raises the error of the call."""
         try:
             return self._call_once(call, payload, room)
         except HelperDisconnected:
@@ -141,7 +146,7 @@ class CloudProxy(ObjectStore):
     def _call_once(
         self, call: Sequence[object], payload: Sequence[Bytes], room: memoryview | None
     ) -> tuple[object, memoryview]:
-        """Raises HelperDisconnected. The next call then starts another helper."""
+        """Raises HelperDisconnected; the next call then starts another helper."""
         control = self._control()
         connection = None
         try:
@@ -182,7 +187,7 @@ class CloudProxy(ObjectStore):
             if self._sockets.control is control:
                 self._sockets.idle.append(connection)
                 return
-        connection.close()
+        connection.close()  # its helper has ended meanwhile
 
     def _control(self) -> socket.socket:
         with self._lock:
@@ -208,19 +213,21 @@ class CloudProxy(ObjectStore):
         )
 
     def _forget_parents_connections(self) -> None:
-        """The connections belong to the parent of a forked child."""
+        """In a forked child: the connections belong to the parent."""
         self._lock = threading.Lock()
         self._sockets.idle = []
         for each in list(self._connections):
             each.close()
         self._connections = weakref.WeakSet()
 
+    # The store
+
     @property
     def housekeeping(self) -> Housekeeping:
         return _ProxyHousekeeping(self)
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        """Not repeated if the helper ends: it is unknown whether the object was written."""
+        """Not repeated if the helper ends: it is then unknown whether the object was written."""
         try:
             self._call_once(("put", name), parts, None)
         except HelperDisconnected as error:
@@ -299,7 +306,7 @@ def _start_helper(url: str, *, create: bool) -> tuple[socket.socket, uuid.UUID]:
 
 
 def _log_path() -> Path:
-    """/dev/null for a user without a home folder."""
+    """The log of all helpers; /dev/null for a user without a home folder."""
     try:
         return state_folder() / _LOG
     except DieselError:

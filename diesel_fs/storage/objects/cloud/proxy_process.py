@@ -2,6 +2,7 @@
 
 `python -m diesel_fs.storage.objects.cloud.proxy_process URL DESCRIPTOR [--create]` opens the store
 at URL and reports on stdout that it is ready. DESCRIPTOR is the helper's end of the control socket.
+A thread serves each connection.
 """
 
 import logging

@@ -48,7 +48,7 @@ from .answers import (
 )
 from .location import BucketAccess, BucketLocation, resolve_access
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the library has these names for type checkers alone
     from obstore import GetOptions, GetResult, ListStream, ObjectMeta
     from obstore.store import AzureConfig, ClientConfig, RetryConfig, S3Config
 
@@ -58,8 +58,8 @@ _Client = S3Store | GCSStore | AzureStore
 REQUESTS_MAX = 64
 """In one process: enough for 10 Gbit/s of 4 MiB reads that take 0.2 s each."""
 
-_PARTS_AT_ONCE = 4  # of one upload; memory holds each part twice
-_WHOLE_READ_S: Final = 3600.0
+_PARTS_AT_ONCE = 4  # of one upload; memory holds each of them twice
+_WHOLE_READ_S: Final = 3600.0  # `ResponseBody.fill` bounds a read by its speed
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})\b")
 _BAD_KEY = re.compile(
@@ -73,6 +73,8 @@ class UnlistableKey(PermanentStoreError):
 
 
 class _Process:
+    """Whether this process has sent a request, and whether one that it was forked from had."""
+
     def __init__(self) -> None:
         self.sent = False
         self.inherited = False
@@ -98,8 +100,8 @@ def check_process() -> None:
 
 
 class ResponseBody:
-    """The body of an answer. `bytes_total` is the size of the whole object, `range` the part in the
-    body: (first byte, byte behind the last)."""
+    """The body of an answer, still to be read. `bytes_total` is the size of the whole object,
+    `range` the part in the body: (first byte, byte behind the last)."""
 
     def __init__(self, result: "GetResult", where: str, limits: AttemptLimits) -> None:
         meta = result.meta
@@ -112,7 +114,8 @@ class ResponseBody:
 
     def fill(self, view: memoryview, until: float) -> None:
         """Fill `view` before the monotonic clock reaches `until`. Takes the body in pieces, so
-        memory holds only one more. Raises BrokenBody, also if the body comes too slowly."""
+        memory holds only one more (some 400 KB). Raises BrokenBody, also if the body comes too
+        slowly."""
         done = done_at_check = 0
         checked_s = time.monotonic()
         # As if all `REQUESTS_MAX` requests shared a link that is just fast enough
@@ -149,9 +152,11 @@ class CloudRequests:
         self.limits = limits or AttemptLimits()
         self._environ = environ
         self._access: BucketAccess | None = None
-        self._clients: dict[float, _Client] = {}
+        self._clients: dict[float, _Client] = {}  # by the time limit of a request, in s
         self._opening = threading.Lock()  # while credentials are read and clients made
         self._host = ""
+
+    # The requests
 
     def put(self, key: str, parts: Sequence[Bytes], *, create: bool) -> None:
         """Write an object in one request, so that readers never see a part of it. The buffers are
@@ -228,8 +233,8 @@ class CloudRequests:
             return
 
     def pages(self, folder: str, after: str) -> Iterator[list[CloudObject]]:
-        """Pages of the store's listing below the key `folder` and behind the key `after`. The pages
-        are unchecked: they may be unordered, repeated, or outside `folder`."""
+        """Pages of the store's listing below the key `folder` ("": all) and behind the key `after`,
+        unchecked: they may be unordered, repeated, or outside `folder`."""
         keys, renewed = self._begin_list(folder, after), False
         while True:
             try:
@@ -252,6 +257,8 @@ class CloudRequests:
             client, folder or None, offset=after or None, chunk_size=self.limits.page_keys
         )
 
+    # How a request is sent
+
     def _send(
         self, doing: str, key: str, act: Callable[[_Client], Item], request_s: float = 0.0
     ) -> Item:
@@ -260,7 +267,7 @@ class CloudRequests:
 
     @contextmanager
     def _slot(self) -> Iterator[None]:
-        """Raises AttemptFailed if none gets free in time."""
+        """Take one of the `REQUESTS_MAX` slots. Raises AttemptFailed if none gets free in time."""
         check_process()
         if not _slots.acquire(timeout=self.limits.stall_s):
             raise AttemptFailed(
@@ -276,7 +283,7 @@ class CloudRequests:
     def _attempt(
         self, doing: str, key: str, act: Callable[[_Client], Item], request_s: float
     ) -> Item:
-        """Repeats the request with new credentials if these have expired."""
+        """Repeats the request with new credentials if the old ones have expired."""
 
         def send() -> Item:
             return self._translated(doing, key, lambda: act(self._client(request_s)))
@@ -284,19 +291,19 @@ class CloudRequests:
         try:
             return send()
         except ExpiredCredentials:
-            self._access = None
+            self._access = None  # the next client reads files and environment again
             return send()
 
     def _translated(self, doing: str, key: str, act: Callable[[], Item]) -> Item:
         try:
             return act()
         except (BaseError, OSError, ValueError) as error:
-            # Without its cause: an address in it may hold a signature
+            # Without its cause: an address in it may hold a signature.
             raise self._translate_error(doing, key, error) from None
 
     def _client(self, request_s: float) -> _Client:
-        """In obstore a client has a time limit, not a request. Only the client that reads bodies
-        has a read time-out as well, which would also run while a body is being sent."""
+        """In obstore a client, not a request, has a time limit. Only the client that reads bodies
+        has a read time-out as well: that would also run while a body is being sent."""
         access, clients = self._access, self._clients
         if access is None or access.is_over() or request_s not in clients:
             with self._opening:
@@ -370,7 +377,7 @@ def _no_answer(what: str, text: str) -> DieselError:
         return PermanentStoreError(
             f"{what}: the bucket is in another region", advice="set AWS_REGION"
         )
-    if "non-partial response" in text:
+    if "non-partial response" in text:  # the whole object, or an error page with status 200
         return AttemptFailed(f"{what}: the answer is not of the range that was asked for")
     if "invalid list response" in text:
         return AttemptFailed(f"{what}: the answer is no listing")

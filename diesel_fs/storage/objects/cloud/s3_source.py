@@ -2,7 +2,8 @@
 
 obstore (`requests.py`) treats keys as paths: it removes a final slash, and lists nothing of a page
 that has a key like `a//b`. So this module uses botocore, which also knows everything in `~/.aws`:
-profiles, SSO, roles, programs that print credentials. Any thread; a fork is allowed.
+profiles, SSO, roles, programs that print credentials. `retry.py` repeats requests. Any thread; a
+fork is allowed.
 """
 
 import os
@@ -103,8 +104,11 @@ class S3Source:
         finally:
             body.close()
 
+    # How a request is sent
+
     @cached_property
     def _client(self) -> _Client:
+        """Has the settings of the environment and of `~/.aws`; repeats nothing."""
         environ, limits = os.environ, self.limits
         session = botocore.session.get_session()
         style = "virtual" if _is_set("AWS_VIRTUAL_HOSTED_STYLE_REQUEST") else "auto"
@@ -134,7 +138,7 @@ class S3Source:
         try:
             return act(self._client)
         except (BotoCoreError, ClientError, ValueError) as error:
-            # Without its cause: an address in it may hold a signature
+            # Without its cause: an address in it may hold a signature.
             raise self._translate_error(doing, key, error) from None
 
     def _translate_error(self, doing: str, key: str, error: Exception) -> DieselError:

@@ -1,6 +1,7 @@
 """The object store in a bucket: S3 and stores that speak its protocol, Google's, and Azure's.
 
-`CloudStore` keeps the contract of `ObjectStore` by single requests (`requests.py`).
+`CloudStore` keeps the contract of `ObjectStore` by single requests (`requests.py`). Importing this
+module imports `obstore`, so only programs of DIESEL-FS do.
 
 Any thread. Threads share two facts about the store: whether it supports "put only if absent", and
 whether it lists out of order. Each is set by one assignment; a race costs only a repeated request.
@@ -35,10 +36,10 @@ from .answers import (
 from .location import parse_bucket_url
 from .requests import CloudRequests, ResponseBody
 
-_RESUMES_MAX = 8  # per read, and one more for each MiB
-_RELISTS_MAX = 4  # until two listings of an unordered bucket agree
+_RESUMES_MAX = 8  # per read, and one more for each MiB: a worse link is useless
+_RELISTS_MAX = 4  # listings of an unordered bucket, until two agree
 _STRAY_KEYS_MAX = 5000  # repeated keys before a listing counts as endless
-_ENCODED = re.compile(r"%2[Ff]")
+_ENCODED = re.compile(r"%2[Ff]")  # a slash that the store lists in URL encoding
 _PLAIN = re.compile(r"(?:[A-Za-z0-9_-]+/)*[A-Za-z0-9_-]*")  # every store takes these as an offset
 
 
@@ -51,7 +52,8 @@ def open_cloud(
     policy: RetryPolicy | None = None,
     clock: RetryClock | None = None,
 ) -> RetryingStore:
-    """`create` makes it if the prefix is empty. Raises as `CloudStore.open` and `create`."""
+    """The store at a bucket's URL, with retries. `create` makes it if the prefix is empty. Raises
+    as `CloudStore.open` and `create`."""
     limits, policy, clock = (
         limits or AttemptLimits(),
         policy or RetryPolicy(),
@@ -126,6 +128,8 @@ class CloudStore(ObjectStore):
     def housekeeping(self) -> Housekeeping:
         return _CloudHousekeeping(self)
 
+    # Writing
+
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         """If the bucket does not support conditional requests, or the object is put in parts, this
         first asks whether the object exists, and two callers at the same moment can both succeed.
@@ -144,7 +148,8 @@ class CloudStore(ObjectStore):
             self._requests.put(key, parts, create=self.supports_conditional_put)
 
     def _find_out_conditional(self) -> bool:
-        """Puts the marker again: a bucket that obeys "put only if absent" refuses that."""
+        """Puts the marker again, unchanged: a bucket that obeys "put only if absent" refuses
+        that."""
         key = self._location.key(STORE_MARKER)
         content = self._get(key, STORE_MARKER, 0, None)
         try:
@@ -169,6 +174,8 @@ class CloudStore(ObjectStore):
     def delete(self, name: str) -> None:
         contract.check_deletable(name)
         self._requests.delete(self._location.key(name))
+
+    # Reading
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
         contract.check_range(name, start, length)
@@ -232,7 +239,8 @@ class CloudStore(ObjectStore):
         cause: BrokenBody,
         until: float,
     ) -> None:
-        """Continues while each request brings some bytes."""
+        """Resume a read of the same version after its body broke off, while each request brings
+        some bytes."""
         done, resumes_left = cause.received, _RESUMES_MAX + (len(view) >> 20)
         while done < len(view):
             late = time.monotonic() > until
@@ -274,6 +282,8 @@ class CloudStore(ObjectStore):
             return PermanentStoreError(f"{self._location}: another store is in this place now")
         return ObjectMissing(f"{name}: no such object in {self._location}")
 
+    # Listing
+
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         """Trusts neither the order nor the end of the bucket's own listing: it has ended when a new
         one behind the last name is empty. A listing of the whole store must contain the marker."""
@@ -281,7 +291,7 @@ class CloudStore(ObjectStore):
         marker_due = STORE_MARKER.startswith(prefix) and after < STORE_MARKER
         for found in self._ordered(prefix, after):
             name = self._name(found.key)
-            if marker_due and name != STORE_MARKER:
+            if marker_due and name != STORE_MARKER:  # no other name is less
                 break
             marker_due = False
             yield _info(name, found)
@@ -289,8 +299,8 @@ class CloudStore(ObjectStore):
             raise AttemptFailed(f"{self._location}: the listing is incomplete (no {STORE_MARKER})")
 
     def _ordered(self, prefix: str, after: str) -> Iterator[CloudObject]:
-        """Objects in order of their names. They come lazily until a page is out of order; then all
-        are read and sorted."""
+        """Objects in order of their names. Lazy until a page is out of order; then all objects are
+        read and sorted."""
         if self._unordered:
             yield from self._sorted(prefix, after)
             return
@@ -315,8 +325,8 @@ class CloudStore(ObjectStore):
     def _rest(
         self, prefix: str, after: str, last: str, yielded: "_Digest"
     ) -> Iterator[CloudObject]:
-        """Raises PermanentStoreError if the names up to `last` are not those that the caller has
-        listed (`yielded`)."""
+        """The objects behind `last`, sorted. Raises PermanentStoreError if the names up to `last`
+        are not those that the caller has listed (`yielded`)."""
         again, rest = _Digest(), []
         for found in self._sorted(prefix, after):
             name = self._name(found.key)
@@ -345,7 +355,7 @@ class CloudStore(ObjectStore):
         raise AttemptFailed(f"{self._location}: no two listings agree")
 
     def _ours(self, prefix: str, after: str, last: str) -> Iterator[CloudObject]:
-        """Some names before `last` may come again."""
+        """Objects in the bucket's order. Some names before `last` may come again."""
         for page in self._pages(prefix, last):
             for found in page:
                 name = self._name(found.key)
@@ -380,7 +390,7 @@ class _CloudReads(FastReads):
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
-        """Later requests demand the first one's ETag, so all ranges are of one version."""
+        """All ranges are of one version: later requests demand the first one's ETag."""
         etag: str | None = None
         for start, size in ranges:
             contract.check_range(name, start, size)
@@ -451,7 +461,7 @@ def _info(name: str, found: CloudObject) -> ObjectInfo:
 
 
 def _just_before(prefix: str) -> str:
-    """The result sorts before all names with `prefix`, and behind most smaller names."""
+    """A string that sorts before all names with `prefix`, and behind most smaller names."""
     if not prefix or prefix[-1] <= "-":
         return prefix[:-1]
     return prefix[:-1] + chr(ord(prefix[-1]) - 1) + "zz"
@@ -459,7 +469,7 @@ def _just_before(prefix: str) -> str:
 
 def _topmost_foreign(name: str) -> str:
     """The shortest beginning of a foreign name that is no folder of the store. Empty for a key
-    outside the store, and for one that is a folder's."""
+    outside the store, and for one that stands for a folder."""
     parts = name.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])

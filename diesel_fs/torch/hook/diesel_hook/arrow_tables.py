@@ -1,4 +1,8 @@
-"""Finds the files of a dataset of Hugging Face's `datasets`, by the paths in its Arrow table."""
+"""Finds the files of a dataset of Hugging Face's `datasets`, by the paths in its Arrow table.
+
+`load_dataset("imagefolder")` and the like keep each file's path in the table, and open the file
+when its row is read.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ table."""
 
 
 class _Column(Protocol):
+    """An Arrow column of structs."""
+
     chunks: list[_Column]
     null_count: int
 
@@ -50,8 +56,8 @@ def path_at(dataset: object, index: int) -> str | None:
 
 
 def _column(dataset: object) -> tuple[_Dataset, str] | None:
-    """Returns the dataset reduced to its column of files, as Arrow values, and the column's name;
-    None if there is no such column."""
+    """The dataset reduced to its column of files, as Arrow values, and the column's name; None if
+    there is no such column."""
     if type(dataset).__module__ != "datasets.arrow_dataset":
         return None
     table: _Dataset = dataset  # type: ignore[assignment] # by its module

@@ -6,7 +6,8 @@ and the samples of each group are shuffled. Lengths, seeds and `drop_last` stay 
 sampler. A `DistributedSampler` gives each rank a contiguous part, so that most chunks are read by
 one rank only.
 
-A chunk-wise sampler has the attribute `_diesel_chunks` (a `Grouping`).
+A chunk-wise sampler has the attribute `_diesel_chunks` (a `Grouping`). Its copies also have it, so
+their orders can be predicted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 _MARK = "_diesel_chunks"
-_installed: list[bool] = []
+_installed: list[bool] = []  # not empty once torch's classes are wrapped
 
 
 class _Tensor(Protocol):
@@ -32,6 +33,8 @@ class _Tensor(Protocol):
 
 
 class _Sampler(Protocol):
+    """A sampler of torch. Each class has some of these attributes."""
+
     data_source: Sequence[object]
     dataset: Sequence[object]
     indices: Sequence[int]
@@ -49,7 +52,9 @@ class _Sampler(Protocol):
 
 class Grouping(NamedTuple):
     chunks: _Tensor
+    """The number of each sample's chunk; -1: not known."""
     group_size: int
+    """Chunks in a group."""
 
 
 def _install() -> None:
@@ -99,8 +104,8 @@ def mark(sampler: object, grouping: Grouping, *, is_whole: bool = True) -> str |
 
 
 def chunk_wise(grouping: Grouping, generator: object) -> list[int]:
-    """The samples in chunk-wise order, as indices of `grouping.chunks`. Samples without a known
-    chunk are spread over the others' chunks."""
+    """The samples in chunk-wise order, as indices of `grouping.chunks`, drawn from a generator of
+    torch. Samples without a known chunk are spread over the others' chunks."""
     torch = sys.modules["torch"]
     chunks, group_size = grouping
     unknown = chunks < 0
@@ -111,7 +116,7 @@ def chunk_wise(grouping: Grouping, generator: object) -> list[int]:
         chunks[unknown] = known[drawn]  # type: ignore[index] # a tensor
     numbers, inverse = torch.unique(chunks, return_inverse=True)
     group = torch.randperm(len(numbers), generator=generator) // group_size
-    # Equal keys are rare. A stable sort puts them in the same order on every rank
+    # Equal keys are rare. A stable sort puts them in the same order on every rank.
     keys = group[inverse] + torch.rand(len(chunks), generator=generator, dtype=torch.float64)
     order: list[int] = torch.argsort(keys, stable=True).tolist()
     return order

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 _Row = TypeVar("_Row")
 
-_PART = 1 << 16
+_PART = 1 << 16  # paths of one message
 
 NEEDS_NO_MOUNT = "diesel_fs.torch.dataset"
 """The module of the datasets that read without a mount, so that no mount needs a plan."""
 
-_DEFINED_IN_PYTHON = 1 << 9
+_DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 """The flag of classes defined in Python. Built-in ones, such as list and range, lack it and read no
 files."""
 
@@ -39,8 +39,8 @@ _FOLDERS = ("samples", "imgs", "paths")
 that begin with a path."""
 
 _SAMPLED = 256
-"""The rows of a list that are compared to notice a change. Few are enough, since a change usually
-alters all rows."""
+"""The rows of a list that are compared to notice a change: few, since a change usually alters all
+rows."""
 
 
 class NestedDataset(NamedTuple):
@@ -57,9 +57,12 @@ def _never_changes(_: object) -> bool:
 
 
 class KnownDataset:
-    """`parts` are the datasets inside it that read files. `is_unchanged` is called with the
-    dataset, and returns whether it still has the sent files. `is_whole`: all parts list their
-    files. `is_learned`: learning has ended."""
+    """A dataset that was sent to the launcher under a number.
+
+    `parts` are the datasets inside it that read files. `is_unchanged` is called with the dataset,
+    and returns whether it still has the sent files. `is_whole`: all parts list their files.
+    `is_learned`: learning has ended.
+    """
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class KnownDatasets:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._known: dict[int, tuple[weakref.ref[object], KnownDataset]] = {}
+        self._known: dict[int, tuple[weakref.ref[object], KnownDataset]] = {}  # by id
         self._count = 0
 
     def record(self, dataset: object) -> KnownDataset | None:
@@ -204,13 +207,14 @@ class KnownDatasets:
         return KnownDataset(number, [known], size, is_unchanged)
 
     def _next(self, message: dict[str, object], payload: bytes | memoryview = b"") -> int:
+        """Send a message with a new number, and return the number."""
         self._count += 1
         self._link.send({**message, "dataset": self._count}, payload)
         return self._count
 
 
 class FileListing:
-    """The object has no reference to the dataset."""
+    """Looks up the listed files of a dataset by index. Has no reference to the dataset."""
 
     def __init__(self, dataset: object) -> None:
         self._place = _place(dataset, _size(dataset))
@@ -239,7 +243,7 @@ def _rows(dataset: object, size: int) -> Sequence[object] | None:
 
 def _place(dataset: object, size: int) -> Sequence[str] | None:
     """The attributes that lead to the dataset's list of files; None if it has none."""
-    for place in [(each,) for each in _FOLDERS] + [("reader", each) for each in _FOLDERS]:
+    for place in [(each,) for each in _FOLDERS] + [("reader", each) for each in _FOLDERS]:  # timm
         try:
             found = _rows_at(dataset, place)
         except AttributeError:
@@ -260,6 +264,7 @@ def _rows_at(dataset: object, place: Sequence[str]) -> Sequence[object]:
 
 
 def _path(row: object) -> str:
+    # A row like the first one, which `_place` has checked
     path = row if isinstance(row, (str, os.PathLike)) else row[0]  # type: ignore[index]
     return os.fspath(path)
 

@@ -8,9 +8,10 @@ are only checked: then the functions that open files are wrapped during a check.
 
 A few samples are *checked*: the first ones of an epoch, then one in a second. Their files are sent
 in any case, so that the launcher notices a plan of files that are never read. If a listed file was
-not seen, a native library may have read it: the following checks use inotify (`opens.py`). All
-other samples are *learned* in the first epochs, unless the dataset has a list and opens nothing
-else.
+not seen, the following checks use inotify (`opens.py`), since a native library may have read it.
+All other samples are *learned* in the first epochs, unless the dataset has a list and opens nothing
+else. While there is nothing to observe, the class is not wrapped, so a loop pays only for the
+checks.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from .link import Link
 from .pace import Turns, TurnTaker
 
 _SEND_S = 0.02  # records are collected for this long, then sent together
-_CHECKED_FIRST = 16
-_CHECK_S = 1.0
-_CHECKED_ROWS_MAX = 256
+_CHECKED_FIRST = 16  # first samples of an epoch, in each process
+_CHECK_S = 1.0  # between two later checks
+_CHECKED_ROWS_MAX = 256  # the most reported samples of a checked batch
 _WRITES = os.O_WRONLY | os.O_RDWR
 
 _READERS = (
@@ -48,7 +49,7 @@ _READERS = (
 )
 """Native readers, by module and name: they open the file in their first argument (after `self`)."""
 
-_WITH_INDICES = 2
+_WITH_INDICES = 2  # the arguments of `__getitems__`: the dataset and a list
 
 if TYPE_CHECKING:
     from .files import Steps
@@ -74,7 +75,7 @@ class _Known:
     def __init__(self, dataset: object, part: NestedDataset, *, may_learn: bool) -> None:
         try:
             self.dataset: Callable[[], object] = weakref.ref(dataset)
-        except TypeError:
+        except TypeError:  # its class allows no weak references
             self.dataset = lambda: dataset
         self.kind = type(dataset)
         self.table = part.table
@@ -83,8 +84,8 @@ class _Known:
         self.learns = may_learn and not part.is_listed
         self.indices: set[int] = set()
         self.is_suspected = False
-        self._checked = 0
-        self._checked_s = 0.0
+        self._checked = 0  # the number of checked samples
+        self._checked_s = 0.0  # when the last one was checked
 
     def is_due(self) -> bool:
         return self._checked < _CHECKED_FIRST or time.monotonic() - self._checked_s >= _CHECK_S
@@ -97,8 +98,8 @@ class _Known:
         self._checked_s = time.monotonic()
 
     def suspect(self) -> None:
-        """Use inotify from now on, and make as many checks as at the start of an epoch: a listed
-        file was not seen."""
+        """Use inotify from now on, since a listed file was not seen; as many checks are due as at
+        the start of an epoch."""
         self.is_suspected, self._checked = True, 0
 
     def listed(self, indices: Sequence[int], *, always: bool = True) -> list[str]:
@@ -125,11 +126,11 @@ class Learner:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._known: dict[int, _Known] = {}
-        self._reading: _Reading | None = None
-        self._found: dict[str, list[Row]] = {}
+        self._known: dict[int, _Known] = {}  # by id of the dataset
+        self._reading: _Reading | None = None  # while a sample is read
+        self._found: dict[str, list[Row]] = {}  # records that must still be sent, by table
         self._lock = threading.Lock()  # guards `_found`
-        self._opens: Opens | None = None
+        self._opens: Opens | None = None  # kept until the records are sent
         self._opens_lock = threading.RLock()
         os.register_at_fork(after_in_child=self._after_fork)
         self._undo: list[Callable[[], None]] = []
@@ -154,7 +155,7 @@ class Learner:
             self._wrap_all()
 
     def _watch_all(self) -> None:
-        """From now on, each file that Python opens costs a microsecond."""
+        """See all files that Python opens from now on, which costs a microsecond for each."""
         if not self._is_watching:
             sys.addaudithook(self._on_event)
             self._is_watching = True
@@ -170,7 +171,7 @@ class Learner:
         try:
             with self._wraps:
                 has_begun = True
-                self._checking += 1
+                self._checking += 1  # threads
                 if self._checking == 1:
                     self._wrap_opens()
             yield
@@ -195,7 +196,7 @@ class Learner:
     def _opener(self, original: _Function) -> _Function:
         @functools.wraps(original)
         def opening(*arguments: object, **named: object) -> object:
-            with suppress(Exception):
+            with suppress(Exception):  # the hook may never raise in the program
                 how = arguments[1] if len(arguments) > 1 else named.get("mode")
                 is_writing = not isinstance(how, int) and not set("wax+").isdisjoint(str(how))
                 flags = how if isinstance(how, int) else os.O_RDWR * is_writing
@@ -213,7 +214,7 @@ class Learner:
         with self._wraps:
             self._unwrap()
             self._known.clear()
-        # Python warns if the program forks while threads exist
+        # Python warns if the program forks while threads exist.
         timers, self._timers = self._timers, []
         for each in timers:
             each.cancel()
@@ -277,15 +278,16 @@ class Learner:
     def _after_fork(self) -> None:
         self._lock, self._opens_lock = threading.Lock(), threading.RLock()
         self._wraps = threading.RLock()
-        self._found = {}
+        self._found = {}  # the parent sends it
         self._opens = self._reading = None
         self._checking = 0
         self._unwrap_opens()
         self._timers = []
 
     def _on_event(self, event: str, arguments: tuple[object, ...]) -> None:
-        """The audit hook cannot be removed, so it must cost nothing while no sample is read. It
-        must not raise, since that would raise in the program."""
+        """The audit hook: records the path of a file that is opened for reading while a sample is
+        read. It cannot be removed, so it must cost nothing otherwise. It must not raise, since that
+        would raise in the program."""
         reading = self._reading
         if reading is not None and event == "open":
             with suppress(Exception):  # any code may raise such an event, with any arguments
@@ -330,7 +332,7 @@ class Learner:
     def _read(self, known: _Known, indices: object, read: Callable[[], object]) -> object:
         try:
             wanted = [operator.index(each) for each in indices]  # type: ignore[attr-defined] # or it raises
-        except (TypeError, ValueError):
+        except (TypeError, ValueError):  # a slice, or a key of the user's
             return read()
         is_due = known.is_due()
         if not wanted or (not is_due and known.indices.issuperset(wanted)):
@@ -346,7 +348,7 @@ class Learner:
     def _read_suspected(
         self, known: _Known, wanted: Sequence[int], read: Callable[[], object]
     ) -> object:
-        """Watch the listed files with inotify while the samples are read."""
+        """Read and check samples, with inotify on their listed files."""
         with self._opens_lock:
             opens = None
             with suppress(Exception):  # if this fails, the listed files count as opened
@@ -394,7 +396,7 @@ class Learner:
         missing = _absent(listed, opened)
         if missing and is_due:
             if not known.is_suspected:
-                known.suspect()
+                known.suspect()  # inotify watches the next ones
                 is_due = False
             else:
                 seen = set(missing) if opens is None else opens.opened()
@@ -402,7 +404,7 @@ class Learner:
         if listed and len(listed) == len(wanted) and not _absent(opened, listed):
             if not is_due:
                 known.indices.update(wanted)
-                return
+                return  # no other file, so the list is complete
             unseen = set(_absent(listed, opened))
             new: list[Row] = [
                 (index, True, [] if path in unseen else [path])
@@ -412,9 +414,10 @@ class Learner:
             known.learns = known.may_learn
             if known.learns:
                 self._watch_all()
+            # Each sample gets an equal share, in the order of opening.
             share, rest = divmod(len(opened), len(wanted))
             if rest:
-                return
+                return  # the files cannot be assigned to samples
             new = [
                 (index, is_due, opened[at * share : (at + 1) * share])
                 for at, index in enumerate(wanted)
@@ -445,7 +448,7 @@ class Learner:
                 continue
             at = 1 if holder else 0
             self._wrap(owner, attribute, functools.partial(self._native_reader, at))
-            # A module of the user's may have imported the function by `from ... import`
+            # A module of the user's may have imported the function by `from ... import`.
             for user in {sys.modules.get(each.__module__) for each in kind.__mro__}:
                 for alias, value in list(vars(user).items() if user is not None else ()):
                     if value is original and user is not owner:
@@ -485,7 +488,7 @@ def _restore(owner: object, name: str, value: object, ours: object) -> None:
 
 
 def _add(opened: list[Path], path: object) -> None:
-    """Ignores other values, such as a file descriptor."""
+    """Record a path; ignore other values, such as a file descriptor."""
     if isinstance(path, (str, bytes)):
         opened.append(path)
     elif isinstance(path, os.PathLike):
@@ -511,8 +514,8 @@ _REMAKE = (
     "(lambda hook: hook.learning_workers(*parts) if hook else parts[2])"
     "(__import__('sys').modules.get('diesel_hook'))"
 )
-"""A pickle of `LearningWorkers` evaluates this expression, which needs only Python. In a process
-that has not joined it gives the user's own function (`parts[2]`)."""
+"""The expression that a pickle of `LearningWorkers` evaluates, which needs only Python. In a
+process that has not joined it gives the user's own function (`parts[2]`)."""
 
 
 class LearningWorkers:
@@ -539,7 +542,7 @@ class LearningWorkers:
         self._turns = turns
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A worker that has not joined cannot import our classes
+        # A worker that has not joined cannot import our classes.
         wanted = [tuple(each) for each in self._wanted]
         turns = None if self._turns is None else tuple(self._turns)
         parts = self._socket_path, wanted, self._users, self._may_learn, turns
@@ -559,5 +562,5 @@ class LearningWorkers:
         learner = Learner(Link(self._socket_path))
         for part in map(NestedDataset._make, self._wanted):
             learner.learn(inside(info.dataset, part.steps), part, may_learn=self._may_learn)
-        ends = sys.modules["multiprocessing.util"].Finalize
+        ends = sys.modules["multiprocessing.util"].Finalize  # this is a process of multiprocessing
         ends(learner, learner.flush, exitpriority=0)

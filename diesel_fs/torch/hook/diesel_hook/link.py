@@ -17,13 +17,15 @@ from typing import TypedDict
 
 _LENGTHS = struct.Struct("<IQ")
 _LENGTH = struct.Struct("<Q")
-_TIME = struct.Struct("@ll")
+_TIME = struct.Struct("@ll")  # seconds, microseconds
 _SEND_S = 20.0  # if the launcher takes nothing for this long, nothing more is sent
 
 
 class HookSettings(TypedDict):
     socket: str
+    """The path of the launcher's Unix socket."""
     ahead: int
+    """The epochs to announce besides the current one."""
     group_size: int
     """The chunks in a group of the chunk-wise orders that replace random orders; 0: random orders
     are kept."""
@@ -39,7 +41,7 @@ class Link:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._place = (0, 0)  # the socket's device and inode: its descriptor may be used anew
-        self._owner = 0
+        self._owner = 0  # the process that made the connection
         self._is_lost = False
         self._later: deque[dict[str, object]] = deque()
         os.register_at_fork(after_in_child=self._after_fork)
@@ -49,12 +51,12 @@ class Link:
         self._exchange(message, payload, has_answer=False)
 
     def request(self, message: dict[str, object]) -> bytes | None:
-        """Returns None if the launcher is gone."""
+        """Send a message and wait for its answer. None if the launcher is gone."""
         return self._exchange(message, b"", has_answer=True)
 
     def send_soon(self, message: dict[str, object]) -> None:
-        """Send a message, or queue it if another one is being sent. A finalizer may call this
-        method, also within `send`."""
+        """Send a message, or queue it if another one is being sent. A finalizer may call it, which
+        the garbage collector may run even within `send`."""
         self._later.append(message)
         self._send_waiting()
 
@@ -62,7 +64,7 @@ class Link:
         while self._later and not self._is_lost and self._lock.acquire(blocking=False):
             try:
                 self._send(self._later.popleft(), b"")
-            except IndexError:
+            except IndexError:  # another thread has sent it
                 continue
             except OSError:
                 self._lose()
@@ -132,6 +134,7 @@ class Link:
             return False
 
     def _forget(self) -> None:
+        """Close the socket, unless its descriptor now belongs to the program."""
         if self._socket is not None:
             if self._is_ours():
                 self._socket.close()

@@ -3,9 +3,9 @@ their samplers and the progress of their loops.
 
 When `DataLoader` is imported, its `__init__` and `__iter__` are wrapped. When the first epoch of a
 loader begins, the `__iter__` of its sampler's class and the `__next__` of its iterator's class are
-wrapped, too. The hook iterates the sampler only when torch does, so the sampler draws at the same
-moments as without the hook. The files of a dataset are sent when its loader is made, so that the
-launcher has found them when the first epoch begins.
+wrapped, too. All of these methods are public. The hook iterates the sampler only when torch does,
+so the sampler draws at the same moments as without the hook. The files of a dataset are sent when
+its loader is made, so that the launcher has found them when the first epoch begins.
 """
 
 from __future__ import annotations
@@ -41,18 +41,20 @@ _LOADERS = {
 _READ_AHEAD = frozenset(("accelerate", "lightning", "pytorch_lightning"))
 """The packages that take a batch from a loader before the user's loop requests it."""
 
-_PROGRESS_S = 0.1
-_MORE_S = 0.02
+_PROGRESS_S = 0.1  # between two messages about the position
+_MORE_S = 0.02  # between two messages with indices that could not be foreseen
 
 _expected = threading.local()  # `pair`: the sampler that torch will iterate, and its epoch
-_loops: weakref.WeakKeyDictionary[object, _Loop] = weakref.WeakKeyDictionary()
-_current: weakref.WeakKeyDictionary[object, LoaderEpoch] = weakref.WeakKeyDictionary()
-_wrapped: set[type] = set()
+_loops: weakref.WeakKeyDictionary[object, _Loop] = weakref.WeakKeyDictionary()  # by iterator
+_current: weakref.WeakKeyDictionary[object, LoaderEpoch] = weakref.WeakKeyDictionary()  # by sampler
+_wrapped: set[type] = set()  # classes of samplers and iterators
 _SEEDS = 1 << 63
 _DROPPED_MIN = 1 << 18  # indices of received batches are dropped when they are at least this many
 
 
 class _Loader(Protocol):
+    """torch's `DataLoader`."""
+
     dataset: object
     sampler: object
     batch_sampler: object
@@ -84,29 +86,32 @@ class Watch:
         self._kept: weakref.WeakKeyDictionary[object, KnownDataset] = weakref.WeakKeyDictionary()
         """For each loader with persistent workers: the dataset of its first epoch, which the
         workers keep reading."""
-        self._count = 0
+        self._count = 0  # the number of loaders that have begun an epoch
         self._groupings: weakref.WeakKeyDictionary[KnownDataset, chunk_wise.Grouping] = (
             weakref.WeakKeyDictionary()
         )
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
-        """For the launcher, a forked child is another process, which has sent nothing yet."""
+        """Forget the parent's messages: for the launcher, a forked child is another process, which
+        has sent nothing yet."""
         self.datasets = KnownDatasets(self.link)
         self._groupings.clear()
         self._loaders.clear()
         self._kept.clear()
 
     def send_files(self, loader: _Loader) -> KnownDataset | None:
-        """Returns the record of the dataset; None if no files belong to its indices."""
+        """Send the files of the loader's dataset, unless the launcher has them. Returns the record
+        of the dataset; None if no files belong to its indices."""
         kept = self._kept.get(loader)
         if kept is not None:
             return kept
         if type(loader.sampler).__name__ == "_InfiniteConstantSampler":
-            return None
+            return None  # the sampler of datasets that choose their samples themselves
         return self.datasets.record(loader.dataset)
 
     def stream(self, loader: _Loader) -> _LoaderStream:
+        """A loader's stream, made at the first call."""
         found = self._loaders.get(loader)
         if found is None:
             self._count += 1
@@ -114,7 +119,7 @@ class Watch:
         return found
 
     def begin(self, loader: _Loader) -> LoaderEpoch:
-        """Called before torch requests the sampler's iterator."""
+        """An epoch of a loader begins: torch has not requested the sampler's iterator yet."""
         sampler = _index_sampler(loader)
         dataset, record = loader.dataset, self.send_files(loader)
         if record is None and type(dataset).__module__ != NEEDS_NO_MOUNT:
@@ -132,7 +137,7 @@ class Watch:
         # Whether the loop gets all indices of the sampler `each`, in their order
         is_counted = getattr(loader, "in_order", True)
         for each in _nested(sampler):
-            with suppress(TypeError):
+            with suppress(TypeError):  # its class allows no weak references
                 _current.pop(each, None)
                 if is_counted:
                     _current[each] = epoch
@@ -145,6 +150,7 @@ class Watch:
         return epoch
 
     def _seed(self, sampler: object, number: int) -> None:
+        """Give a sampler that draws from torch's global generator a generator of its own."""
         torch = sys.modules["torch"]
         if type(sampler).__name__ in DRAWS and getattr(sampler, "generator", None) is None:
             generator = torch.Generator()
@@ -161,7 +167,7 @@ class Watch:
             torch = sys.modules["torch"]
             chunks = torch.frombuffer(bytearray(content), dtype=torch.int64)
             if not (chunks >= 0).any():
-                return
+                return  # no file is known to lie in a mount
             grouping = chunk_wise.Grouping(chunks, self.group_size)
             if record.is_whole or record.is_learned:  # if not, more chunks will be known later
                 self._groupings[record] = grouping
@@ -170,8 +176,9 @@ class Watch:
             self.link.note(note)
 
     def look(self, loader: _Loader, record: KnownDataset) -> LearningWorkers | None:
-        """Returns the `worker_init_fn` that the workers must run to observe which files the dataset
-        opens; None without workers, since this process reads the samples."""
+        """Observe in this epoch which files the dataset opens. Returns the `worker_init_fn` that
+        the workers must run for that; None without workers, since this process reads the
+        samples."""
         record.begin()
         may_learn = not record.is_learned
         self._learner.stop()
@@ -186,8 +193,8 @@ class Watch:
         return None
 
     def _pace(self, loader: _Loader, before: Pace | None) -> Pace | None:
-        """`before` is the pace of the loader's last workers. Returns None if processes here cannot
-        share semaphores."""
+        """The pace (`pace.py`) of new workers; `before`: that of the loader's last workers. None if
+        processes here cannot share semaphores."""
         workers, at_once = loader.num_workers, loader.num_workers
         if before is not None and before.workers == workers:
             at_once = before.at_once
@@ -204,14 +211,15 @@ class Watch:
 
 
 class _LoaderStream:
-    """The stream ends when the garbage collector has freed the loader and its iterator."""
+    """The stream of one loader: its epochs are announced to the launcher under one name. The stream
+    ends when the garbage collector has freed the loader and its iterator."""
 
     def __init__(self, number: int, link: Link) -> None:
         self.number = number
         self.name = f"{os.getpid()}.{number}"
-        self.epochs = 0
-        self.pace: Pace | None = None
-        self.next_pace: Pace | None = None
+        self.epochs = 0  # the number of epochs that have begun
+        self.pace: Pace | None = None  # of the workers of the current epoch
+        self.next_pace: Pace | None = None  # of the workers that torch starts next
         _when_collected(
             self, functools.partial(link.send_soon, {"do": "left", "stream": self.name})
         )
@@ -219,7 +227,8 @@ class _LoaderStream:
 
 @dataclass
 class _Loop:
-    """With persistent workers, one iterator gives all epochs."""
+    """The epoch that a loader's iterator is giving now. With persistent workers one iterator gives
+    all epochs."""
 
     epoch: LoaderEpoch
     stream: _LoaderStream
@@ -229,7 +238,8 @@ class _Loop:
 
 
 class LoaderEpoch:
-    """One epoch of a loader: the order of its sampler, and the progress of the loop."""
+    """One epoch of a loader: the order of its sampler, as far as it is known, and the progress of
+    the loop."""
 
     def __init__(
         self,
@@ -250,21 +260,23 @@ class LoaderEpoch:
         """Whether each batch taken from the iterator has reached the user's loop: False if a
         library takes batches ahead of the loop, or a batch has failed."""
         self.loaders_generator: object = None
+        """The loader's generator, if the loader draws from it at each epoch."""
         self.between: BetweenEpochs | None = None
         self.pace: Pace | None = None
 
         self._watch, self.link = watch, watch.link
         self.record = record
-        self._dataset = None if record is None else record.number
+        self._dataset = None if record is None else record.number  # the dataset's number
         self._names: dict[str, object] = {"stream": stream.name, "epoch": stream.epochs - 1}
         self._lag = lag
         self._order: PredictedOrder | None = None
         self._drawn = DrawnIndices()
+        # The number of batches that the loop has received, now and at the last progress message
         self._received = self._sent = 0
-        self._drawn_sent = 0
-        self._drawn_s = 0.0
+        self._drawn_sent = 0  # the number of sent indices, if the order is not known
+        self._drawn_s = 0.0  # when indices were sent last
         self._waited_s = self._computed_s = 0.0
-        self._left_s = 0.0
+        self._left_s = 0.0  # time at which the loop got its last batch
         self._progress_sent_s = time.monotonic()
 
     def foresee(self, iterator: Iterator[object] | None = None) -> None:
@@ -291,8 +303,8 @@ class LoaderEpoch:
             self._note_unforeseen()
 
     def _note_unforeseen(self) -> None:
-        """If there are no workers, note for the user that the order is not known in advance: an
-        order that is announced while it is drawn comes too late then."""
+        """Note for the user that the order is not known in advance, if there are no workers: then
+        an order that is announced while it is drawn comes too late."""
         if not self._lag:
             unknown = (each for each in _nested(self._sampler()) if not is_known(each))
             name = type(next(unknown, self._sampler())).__name__
@@ -328,6 +340,7 @@ class LoaderEpoch:
             self._send_drawn()
 
     def _send_drawn(self) -> None:
+        """Send the indices that were drawn since the last call, if they were not predicted."""
         if self._order is None and self._drawn_sent < self._drawn.count:
             new = self._drawn.between(self._drawn_sent)
             self._drawn_sent, self._drawn_s = self._drawn.count, time.monotonic()
@@ -396,8 +409,8 @@ class LoaderEpoch:
 
 @contextmanager
 def _expecting_none() -> Iterator[None]:
-    """A watched sampler may iterate samplers inside it, or itself: these iterations are not
-    watched."""
+    """Within this context no iteration of a sampler is watched: a watched sampler may iterate
+    samplers inside it, or itself."""
     pair = getattr(_expected, "pair", None)
     _expected.pair = None
     try:
@@ -407,6 +420,8 @@ def _expecting_none() -> Iterator[None]:
 
 
 class _WatchedSampler:
+    """The iterator that torch gets instead of a sampler's: reports each element to the epoch."""
+
     def __init__(self, inner: Iterator[object], epoch: LoaderEpoch) -> None:
         self._inner = inner
         self._epoch: LoaderEpoch | None = epoch
@@ -425,7 +440,8 @@ class _WatchedSampler:
         return element
 
     def _quietly(self, step: Callable[[LoaderEpoch], None]) -> None:
-        """If the step fails, the epoch is watched no more, and the program goes on."""
+        """Run a step of the watch. If it fails, the epoch is watched no more, and the program goes
+        on."""
         if self._epoch is not None:
             try:
                 step(self._epoch)
@@ -435,6 +451,8 @@ class _WatchedSampler:
 
 
 class _Stateful(Protocol):
+    """An iterator of torchdata, whose state can be saved and loaded."""
+
     def __next__(self) -> object: ...
     def __iter__(self) -> Iterator[object]: ...
     def state_dict(self) -> dict[str, object]: ...
@@ -442,6 +460,8 @@ class _Stateful(Protocol):
 
 
 class _WatchedStateful(_WatchedSampler):
+    """A `_WatchedSampler` whose state torchdata's loader saves and loads."""
+
     def __init__(self, inner: _Stateful, epoch: LoaderEpoch) -> None:
         super().__init__(inner, epoch)
         self.state_dict = inner.state_dict
@@ -449,14 +469,16 @@ class _WatchedStateful(_WatchedSampler):
 
 
 def _index_sampler(loader: _Loader) -> object:
+    """The sampler that torch iterates: of batches, if the loader has one."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def _weak(sampler: object) -> Callable[[], object]:
-    """The sampler refers to its epoch, so the epoch must not keep the sampler alive."""
+    """A weak reference: the sampler refers to its epoch (`_current`), so the epoch must not keep
+    the sampler alive."""
     try:
         return weakref.ref(sampler)
-    except TypeError:
+    except TypeError:  # its class allows no weak references
         return lambda: sampler
 
 
@@ -473,6 +495,7 @@ def _when_collected(thing: object, act: Callable[[], object]) -> None:
 
 
 def _nested(sampler: object) -> Iterator[object]:
+    """A sampler, the sampler inside it, and so on."""
     seen: list[object] = []
     while sampler is not None and not any(each is sampler for each in seen):
         seen.append(sampler)
@@ -481,7 +504,8 @@ def _nested(sampler: object) -> Iterator[object]:
 
 
 def _passes_all_on(sampler: object) -> bool:
-    """Torch's batch samplers do. A user's class may sort, skip or distribute the indices."""
+    """Whether a batch sampler gives all indices of the sampler inside it, in the same order:
+    torch's do. A user's class may sort, skip or distribute them."""
     kinds = [
         getattr(sys.modules.get(module), "BatchSampler", None)
         for module in ("torch.utils.data", "torchdata.stateful_dataloader.sampler")
@@ -494,7 +518,9 @@ def _passes_all_on(sampler: object) -> bool:
 def received(sampler: object) -> int | None:
     """The number of a sampler's indices in the batches that the loop has received in this epoch.
 
-    None if the number is not known, or these are not the first indices of the epoch.
+    None if the number is not known, or these are not the first indices of the epoch. That is so if
+    no loop iterates the sampler through a `DataLoader` that gives all indices in their order, if a
+    library takes batches ahead of the loop, or if the loop continued after a batch that failed.
     """
     try:
         epoch = _current.get(sampler)
@@ -515,6 +541,8 @@ def watch(link: Link, settings: HookSettings) -> None:
 
 
 class _Finder:
+    """Wraps the loader class of one module when it is imported."""
+
     def __init__(self, name: str, state: Watch) -> None:
         self._name = name
         self._state = state

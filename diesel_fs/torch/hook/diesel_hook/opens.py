@@ -1,7 +1,8 @@
 """Finds out by inotify(7) which of some files are opened, by Python or any library.
 
-Inotify sees all opens, but only of files that were named before, and it costs more: some 0.2 ms for
-each sample, and 8 ms to close, for which `learning.py` uses a thread.
+Python's audit hooks see only the files that Python opens. Inotify sees all opens, but only of files
+that were named before, and it costs more: some 0.2 ms for each sample, and 8 ms to close, for which
+`learning.py` uses a thread.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 
 _OPEN, _ACCESS = 0x20, 0x1
 _FLAGS = os.O_CLOEXEC | os.O_NONBLOCK
-_EVENT = struct.Struct("iIII")
+_EVENT = struct.Struct("iIII")  # the watch, what happened, a cookie, the length of a name behind it
 _EVENTS_BYTES = 1 << 16
 _LINK = "anon_inode:inotify"
 
@@ -25,7 +26,7 @@ class Opens:
         """Raises OSError if the kernel allows no further instance."""
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._descriptor = self._checked(self._libc.inotify_init1(_FLAGS))
-        self._paths: dict[int, str] = {}
+        self._paths: dict[int, str] = {}  # by number of the watch
 
     def watch(self, paths: Iterable[str]) -> None:
         """Watch only these files from now on. Raises OSError for a missing file, and if the program
@@ -57,7 +58,7 @@ class Opens:
         return found
 
     def close(self) -> None:
-        """Takes some 8 ms, in which other threads can run."""
+        """Close the descriptor. Takes some 8 ms, in which other threads can run."""
         try:
             self._check_ours()
         except OSError:

@@ -1,11 +1,12 @@
 """Lets only as many workers of a loader prepare batches at once as the processors can serve.
 
 A script may start more workers than its machine can use. They then share the processors, so that
-all their first batches come late and together, and the loop and the mount get less time. A worker
-therefore takes a *turn* before it prepares a batch, and the number of turns follows from
+all their first batches come late and together, and the loop and the mount get less time. A
+worker therefore takes a *turn* before it prepares a batch, and the number of turns follows from
 measurements (Lobster, section 4.1: the fewest threads with which preprocessing is fastest; a worker
-that waits for its files leaves its processor to another one). Batches and random numbers are the
-same as without turns.
+that waits for its files leaves its processor to another one). torch gives each worker the same
+batches as without turns, so samples, their order and the random numbers inside workers stay the
+same.
 
 Turns are semaphores of multiprocessing, which forked and spawned workers share. A worker that gets
 no turn for `TURN_S`, because another one was killed or waits for it, goes on and takes no more.
@@ -25,10 +26,10 @@ TURN_S = 20.0
 SPARE = 1.5
 """Workers over those that keep all processors busy on average: some wait for files at the same
 time."""
-_MEASURED_MIN = 8
+_MEASURED_MIN = 8  # batches before the first decision
 _MEASURED_FIRST, _MEASURED_EVERY = 32, 7
-"""A worker measures its first batches, then one in seven: to read the kernel's clock of waits takes
-15 us."""
+"""A worker measures its first batches, then one in seven, which counts for seven: to read the
+kernel's clock of waits takes 15 us."""
 _BATCHES, _FETCH_S, _CPU_S, _COUNTED = 0, 1, 2, 3  # the values of a worker, and their number
 
 
@@ -44,6 +45,8 @@ class _Numbers(Protocol):
 
 
 class _Context(Protocol):
+    """A context of multiprocessing."""
+
     def Semaphore(self, value: int) -> _Lock: ...
     def Lock(self) -> _Lock: ...
     def RawArray(self, kind: str, size: int) -> _Numbers: ...
@@ -63,10 +66,11 @@ class Pace:
     """Measures the workers of one iterator and decides on their turns, in the loop's process."""
 
     def __init__(self, context: _Context, workers: int, at_once: int) -> None:
+        """`at_once`: the number of turns at first."""
         self.workers, self.at_once = workers, at_once
         self.cores = cores_of_rank()
         self._has_failed = False
-        self._before = [0.0] * _COUNTED
+        self._before = [0.0] * _COUNTED  # the sums at the start of the epoch
         self.shared = Turns(
             context.Semaphore(at_once),
             context.Lock(),
@@ -95,6 +99,7 @@ class Pace:
         }  # fmt: skip
 
     def tune(self) -> None:
+        """Change the number of turns if the measurements ask for that."""
         batches, fetch_s, cpu_s = (now - was for now, was in zip(self._sums(), self._before))  # noqa: B905 (Python 3.9)
         if batches >= _MEASURED_MIN and not self._has_failed:
             self._set(min(useful_workers(fetch_s, cpu_s, self.cores), self.workers))
@@ -104,7 +109,7 @@ class Pace:
         more = at_once - self.at_once
         if not more:
             return
-        if not changes.acquire(timeout=0.1):  # the worker that held the lock was killed
+        if not changes.acquire(timeout=0.1):  # a worker was killed while it held the lock
             self._has_failed = True
             return
         self.at_once = at_once
@@ -121,9 +126,9 @@ class TurnTaker:
     def __init__(self, shared: Turns, worker: int, turn_s: float = TURN_S) -> None:
         """`turn_s`: the longest wait for a turn."""
         self._shared, self._worker, self._turn_s = shared, worker, turn_s
-        # With a processor for each worker, turns would only cost time
+        # With a processor for each worker, all may work at once, and turns would only cost time
         self._takes_turns = len(shared.measured) > _COUNTED * cores_of_rank()
-        self._count = 0
+        self._count = 0  # batches
 
     def install(self, kind: type | None = None) -> None:
         """Wrap the `fetch` of a class, by default of torch's for map-style datasets."""
@@ -184,8 +189,8 @@ class TurnTaker:
 
 
 def useful_workers(fetch_s: float, cpu_s: float, cores: float) -> int:
-    """The useful number of workers if a batch takes `fetch_s`, of which processors work `cpu_s`.
-    More workers prepare no more batches in a second."""
+    """How many workers at once make use of the processors, if a batch takes `fetch_s`, of which
+    processors work `cpu_s`. More workers prepare no more batches in a second."""
     if cpu_s <= 0:
         return sys.maxsize
     return max(round(SPARE * cores * fetch_s / cpu_s), 1)

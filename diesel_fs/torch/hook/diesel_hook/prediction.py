@@ -3,7 +3,8 @@
 The samplers of torch, torchdata, accelerate, timm and diesel_fs are known: they draw from torch's
 global generator or one of their own, and change nothing else. A copy of the sampler (its *twin*),
 with copies of its generators, is iterated to the end; then the global generator gets its state
-back. Other samplers are not predicted, since their iteration might have other effects.
+back. So the sampler itself draws the same numbers as without the hook. Other samplers are not
+predicted, since their iteration might have other effects.
 """
 
 from __future__ import annotations
@@ -47,16 +48,18 @@ _COUNT_EPOCHS = frozenset(
 """The samplers that have `epoch` and `set_epoch`."""
 
 _NESTED = ("sampler", "batch_sampler")
+"""The attributes with the sampler inside another one."""
 
 ENTRIES_MAX = 1 << 24
-"""Orders may be endless, and each index takes eight bytes here, and more in the launcher."""
+"""The most indices of a prediction, since orders may be endless: each takes eight bytes here, and
+more in the launcher."""
 
 DRAWING_S_MAX = 1.0
-"""The loop waits for its first batch meanwhile."""
+"""The most seconds that a prediction takes, while the loop waits for its first batch."""
 
 _TIMED_ELEMENTS = 1024  # between two readings of the clock
 
-_DRAWS_MAX = 8  # each loader of torch draws once when an epoch begins
+_DRAWS_MAX = 8  # each loader of torch draws once when an epoch begins; programs have few loaders
 
 
 class BetweenEpochs:
@@ -70,11 +73,11 @@ class BetweenEpochs:
 
     def __init__(self) -> None:
         self.draws = -1
-        """-1 if the number is not known, or the program draws other numbers."""
-        self._behind: object = None
+        """The number of draws; -1 if it is not known, or the program draws other numbers."""
+        self._behind: object = None  # the state after the sampler's draws for the last epoch
 
     def begin(self) -> None:
-        """Count the draws since the last call of `end`."""
+        """Count the draws since the last call of `end`, when an epoch begins."""
         torch = sys.modules["torch"]
         behind, self._behind, self.draws = self._behind, None, -1
         if behind is None:
@@ -106,11 +109,12 @@ class PredictedOrder:
     def __init__(self) -> None:
         self.indices = array("q")
         self.bounds = array("q")
+        """The position after each batch; empty if the sampler gives single indices."""
         self.is_whole = True
-        """The sampler gives no more."""
+        """Whether the order is complete: the sampler gives no more."""
 
     def append(self, element: object) -> bool:
-        """Returns False unless this is an index or a batch of indices."""
+        """Add an index, or the indices of a batch. Returns False for anything else."""
         try:
             if isinstance(element, (list, tuple)):
                 self.indices.extend(element)
@@ -123,7 +127,8 @@ class PredictedOrder:
 
 
 class DrawnIndices:
-    """The first indices can be dropped to save memory; positions still count them."""
+    """The indices that a sampler has given in an epoch. The first ones can be dropped to save
+    memory; positions still count them."""
 
     def __init__(self) -> None:
         self._kept = PredictedOrder()
@@ -132,7 +137,7 @@ class DrawnIndices:
 
     @property
     def count(self) -> int:
-        """Counts dropped indices, too."""
+        """The number of indices, including dropped ones."""
         return self._dropped + len(self._kept.indices)
 
     def append(self, element: object) -> bool:
@@ -152,7 +157,8 @@ class DrawnIndices:
         return self._dropped + self._kept.bounds[at - 1] if at > 0 else self._dropped
 
     def drop(self, batches: int, least: int) -> None:
-        """If the first `batches` batches have at least `least` indices, drop these."""
+        """Drop the indices of the first `batches` batches, if there are at least `least` of
+        them."""
         count = self.end_of(batches) - self._dropped
         if count < least:
             return
@@ -224,11 +230,11 @@ def _drawn(iterator: Iterator[object]) -> PredictedOrder | None:
 
 
 def _begun(twin: Iterable[object], like: Iterator[object] | None) -> Iterator[object]:
-    """The iterator begins where `like`, the sampler's own iterator, will begin."""
+    """An iterator of the twin that begins where the sampler's own iterator `like` will begin."""
     begun = iter(twin)
     if hasattr(like, "state_dict") and hasattr(begun, "load_state_dict"):
         state = like.state_dict()  # type: ignore[union-attr] # see the line above
-        if "sampler_state" not in state:
+        if "sampler_state" not in state:  # if the sampler itself has a state, the twin has it
             begun.load_state_dict(state)
     return begun
 
@@ -239,8 +245,8 @@ def is_known(sampler: object) -> bool:
 
 
 def _twin(sampler: object, copies: dict[int, object]) -> Iterable[object] | None:
-    """Returns None if the sampler's class is unknown. Puts the copies of its generators into
-    `copies`, by the ids of the originals."""
+    """A copy that can be iterated without a change to the sampler; None if its class is unknown.
+    The copies of its generators are put into `copies`, by the ids of the originals."""
     if isinstance(sampler, (list, tuple, range)):
         return sampler
     if not is_known(sampler):
@@ -278,7 +284,7 @@ def _can_go_on(twin: object, *, global_generator_too: bool) -> bool:
     are known (`BetweenEpochs`).
     """
     name = type(twin).__name__
-    if name == "ImportanceSampler":
+    if name == "ImportanceSampler":  # it draws by values measured in this epoch
         return False
     if name in DRAWS and getattr(twin, "generator", None) is None and not global_generator_too:
         return False
@@ -294,9 +300,9 @@ def _can_go_on(twin: object, *, global_generator_too: bool) -> bool:
 
 @contextmanager
 def _states_kept() -> Iterator[None]:
-    """Restore the global generators of torch, Python and numpy at the end."""
+    """Restore the states of the global generators of torch, Python and numpy at the end."""
     torch = sys.modules["torch"]
-    # Only if it is imported: its import takes 0.2 s, and gives the generator a random state
+    # Only if it is imported: its import takes 0.2 s, and gives the generator a random state.
     of_numpy = sys.modules.get("numpy.random")
     states = torch.get_rng_state(), random.getstate()
     state_of_numpy = None if of_numpy is None else of_numpy.get_state()

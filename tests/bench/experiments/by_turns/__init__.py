@@ -1,1 +1,3 @@
-"""The folder in the PYTHONPATH of one side of the benchmark `rank-balance`."""
+"""The folder that one side of the benchmark `rank-balance` has in its PYTHONPATH; Python imports
+its `sitecustomize.py` at the start of each program.
+"""
