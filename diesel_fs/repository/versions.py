@@ -37,7 +37,7 @@ from ..format.snapshot.layout import (
     parse_front,
 )
 from ..format.snapshot.reader import MergedFrom, Snapshot
-from ..storage.metadata.store import DatasetHead, MetadataChanges, MetadataStore
+from ..storage.metadata.store import DatasetHead, MetadataChanges, MetadataStore, chunks_digest
 from ..storage.objects.store import ObjectStore
 from .chains import Published, PublishedForms, choose_base, is_worth_deltas
 from .private_copies import open_private_copy, private_versions, write_private_copy
@@ -164,7 +164,7 @@ class VersionStore(PublishedVersions):
             return copy
         if lazy:
             with suppress(CorruptError):  # perhaps a private copy is wrong: without it, then
-                base, above = self._lookups(identity, self.forms(identity).chain(version))
+                base, above = self._lookups(identity, self.forms(identity), version)
                 return LayeredSnapshot(base, above) if above else base
         parts, merged_from = self._read(identity, version)
         snapshot = write_private_copy(identity, version, parts) or _in_memory(parts)
@@ -204,20 +204,22 @@ class VersionStore(PublishedVersions):
                 raise ObjectMissing(f"version {version} is not published")
             chain = forms.chain(version)
             try:
-                return self._read_chain(identity, chain, use_copies=use_copies)
+                copies = self._copies(identity) if use_copies else []
+                return self._read_chain(identity, chain, copies)
             except ObjectMissing:
                 if self.forms(identity).forms(version) == forms.forms(version):
                     raise
 
     def _read_chain(
-        self, identity: UUID, chain: Sequence[Published], *, use_copies: bool
+        self, identity: UUID, chain: Sequence[Published], copies: Sequence[int]
     ) -> tuple[Snapshot, list[Delta]]:
+        """`copies` are the versions of which private copies may be used, ascending."""
         above: list[Delta] = []
-        copies = self._copies(identity) if use_copies else []
+        left = [*copies]
         before = chain[0].form.version + 1  # a delta leads to it from each version since its base
         for published in chain:
-            while copies and copies[-1] >= published.form.version:
-                version = copies.pop()
+            while left and left[-1] >= published.form.version:
+                version = left.pop()
                 copy = self._copy(identity, version) if version < before else None
                 if copy is not None:
                     return copy, above[::-1]
@@ -434,12 +436,14 @@ class VersionStore(PublishedVersions):
             known.append(_Since(newest, changes))
             return None
         before = self.header(identity, chain[0])
-        base, above = self._lookups(identity, chain)
+        base, above = self._lookups(identity, forms, newest)
         table = set(base.chunk_ids)
         table.update(chunk.id for delta in above for chunk in delta.added)
         current = {chunk.id for chunk in changes.chunks}
         if before.rows_digest is None or not current.issuperset(table):
             return None
+        if chunks_digest(table) != before.digest:
+            raise CorruptError("what this machine has of the base has other chunks")
         merged = [self._delta(identity, published) for published in chain[:at]]
         table.difference_update(chunk.id for delta in merged for chunk in delta.added)
         rows_digest = before.rows_digest.minus(deltas.digest_at(base, above, changes.rows))
@@ -461,9 +465,14 @@ class VersionStore(PublishedVersions):
         added = [chunk for chunk in changes.chunks if chunk.id not in table]
         return Delta(header, rows, added)
 
-    def _lookups(self, identity: UUID, chain: Sequence[Published]) -> tuple[Snapshot, list[Delta]]:
-        """A snapshot and few rows of deltas above it, in which a writer looks paths up."""
-        base, above = self._read_chain(identity, chain, use_copies=True)
+    def _lookups(
+        self, identity: UUID, forms: PublishedForms, version: int
+    ) -> tuple[Snapshot, list[Delta]]:
+        """A snapshot and few rows of deltas above it, in which a writer looks paths up. A private
+        copy of a version that is not published may be of a state that the metadata store has lost:
+        a reader would notice that, but a writer would publish it."""
+        copies = [each for each in self._copies(identity) if forms.forms(each)]
+        base, above = self._read_chain(identity, forms.chain(version), copies)
         rows = 0
         for at, delta in reversed([*enumerate(above)]):
             rows += len(delta.rows)
