@@ -96,20 +96,24 @@ class LogMaker:
         is_wanted = np.zeros(len(self._set.is_logged), np.bool_)
         is_wanted[wanted] = True
         found = []
-        for name in self._files.names():
-            if name in (each.identity.file_name for each in known):
-                continue
-            try:
-                file = self._files.open(name, makes=False)
-            except (FileNotFoundError, BusyError):
-                continue
-            log = self._of_headers(name, file)
-            if log is None or 2 * np.count_nonzero(is_wanted[log.layout.entries]) < len(
-                log.layout.entries
-            ):
-                os.close(file)  # it is removed when its room is needed
-            else:
-                found.append(log)
+        with contextlib.ExitStack() as opened:  # after an error all are closed
+            for name in self._files.names():
+                if name in (each.identity.file_name for each in known):
+                    continue
+                try:
+                    file = self._files.open(name, makes=False)
+                except (FileNotFoundError, BusyError):
+                    continue
+                closing = opened.enter_context(contextlib.ExitStack())
+                closing.callback(os.close, file)
+                log = self._of_headers(name, file)
+                if log is None or 2 * np.count_nonzero(is_wanted[log.layout.entries]) < len(
+                    log.layout.entries
+                ):
+                    closing.close()  # it is removed when its room is needed
+                else:
+                    found.append(log)
+            opened.pop_all()
         return found
 
     def _limit_bytes(self, share: float | None) -> int:
