@@ -78,7 +78,7 @@ their bytes."""
 @dataclass(slots=True)
 class _Missed:
     content: memoryview | None = None
-    is_admitted: bool = False  # its misses have cost as much as fetching it
+    is_admitted: bool = False
 
 
 class ReadThroughCache(StoreWrapper):
@@ -131,7 +131,7 @@ class ReadThroughCache(StoreWrapper):
         self._counted(kind, reads, size)
 
     def read_store(self, key: ChunkKey, start: int, buffer: memoryview) -> None:
-        """Read for a client that waits. Raises as `ObjectStore.read_into`."""
+        """Raises as `ObjectStore.read_into`."""
         with self._work:
             self._waiting += 1
             self._counts["store_requests"] += 1
@@ -235,8 +235,7 @@ class ReadThroughCache(StoreWrapper):
                 time.sleep(1.0)
 
     def _fetch_next(self) -> None:
-        """Wait for work, then fetch one chunk: a missed one (admitted ones first), else the next of
-        a dataset."""
+        """Fetch one chunk: a missed one (admitted ones first), else the next of a dataset."""
         with self._work:
             while not (self._missed or self._datasets or self._closed):
                 self._work.wait()
@@ -252,8 +251,7 @@ class ReadThroughCache(StoreWrapper):
             self._fetch_next_of(identity)
 
     def _fetch_next_of(self, identity: UUID) -> None:
-        """After the dataset's last chunk, and if the tier is full, the dataset is forgotten for a
-        while."""
+        """After its last chunk, and if the tier is full, the dataset is forgotten for a while."""
         if not self._listing.acquire(blocking=False):
             with self._work:  # another fetcher is listing
                 self._work.wait(_LISTING_POLL_S)
@@ -338,7 +336,7 @@ class ReadThroughCache(StoreWrapper):
         return True
 
     def _failed(self, key: ChunkKey, error: Exception) -> bool:
-        """Wait before this chunk is tried again. Returns whether to go on with other chunks."""
+        """Returns whether to go on with other chunks."""
         with self._work:
             _note(self._not_before, key, time.monotonic() + RETRY_S)
         if isinstance(error, FormatError):

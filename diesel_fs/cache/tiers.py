@@ -47,7 +47,8 @@ class CacheHandle(AbstractContextManager["CacheHandle"], ABC):
         return False
 
     def view(self, start: int, size: int) -> memoryview | None:
-        """Bytes in the tier's own memory, not to be changed; None if the tier is not in memory."""
+        """Bytes in the tier's own memory, not to be changed; None if the tier is not in memory.
+        Raises EOFError if the chunk is too short."""
         return None
 
     def close(self) -> None:

@@ -41,7 +41,6 @@ from .reads import ALONE, IN_TASK, EpochReads, ForecastFiles, Mask, Numbers
 Layout = Literal["chunks", "files", "log"]
 
 ORDER_LOG = "order"
-"""The order log's name among the policies."""
 
 NAMES = (*POLICIES, ORDER_LOG)
 
@@ -78,7 +77,7 @@ class EpochSources:
 
 
 def check_policy(name: str) -> str:
-    """Return `name`. Raises UsageError if no policy has it."""
+    """Raises UsageError if no policy is named so."""
     if name not in NAMES:
         raise UsageError(f"no policy is named {name!r}", advice=f"it is one of {', '.join(NAMES)}")
     return name

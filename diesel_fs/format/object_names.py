@@ -97,8 +97,10 @@ def version_of_object(name: str) -> VersionForm | None:
     found = _VERSION.fullmatch(name.rpartition("/")[2])
     if found is None:
         return None
-    form = VersionForm(int(found[1], 16), int(found[2] or "0", 16))
-    return form if form.base < form.version or not form.base else None
+    if found[2] is None:
+        return VersionForm(int(found[1], 16), 0)
+    form = VersionForm(int(found[1], 16), int(found[2], 16))
+    return form if 0 < form.base < form.version else None
 
 
 def archive_prefix(identity: UUID) -> str:

@@ -398,6 +398,10 @@ class RemoteSnapshots(PublishedVersions):
                 if not (error.retry and tries):
                     raise
                 continue
+            if lengths and not copied:
+                raise CorruptError("the server sent deltas to a client that has no version")
+            if version and sent != version:
+                raise CorruptError(f"the server sent version {sent} in place of version {version}")
             if content is not None and not lengths:
                 return self._checked(identity, sent, content)
             copy = open_private_copy(identity, copied)

@@ -55,6 +55,11 @@ class PublishedForms:
         publishes a killed put's commits; until then readers use the version before.)"""
         return max(version, min(each.at_us for each in self._of_version[version]))
 
+    @property
+    def published(self) -> dict[int, int]:
+        """The versions, ascending, and when each was published, in us since 1970."""
+        return {version: self.published_us(version) for version in self.versions}
+
     def chain(self, version: int) -> Sequence[Published]:
         """From the version's own form down to a snapshot. Raises CorruptError, which names the
         version that is missing."""
@@ -72,13 +77,17 @@ class PublishedForms:
         return chain
 
     def needed(self, versions: Iterable[int]) -> frozenset[int]:
-        """These versions, and all that their chains build on. A missing link is left out."""
+        """These versions, and all on which any of their deltas builds; a version with a snapshot
+        builds on nothing. A missing link is left out."""
         needed: set[int] = set()
-        for version in versions:
-            at = version
-            while at not in needed and (forms := self.forms(at)):
-                needed.add(at)
-                at = 0 if not forms[0].form.base else forms[-1].form.base
+        left = [*versions]
+        while left:
+            version = left.pop()
+            forms = self.forms(version)
+            if version not in needed and forms:
+                needed.add(version)
+                if forms[0].form.base:
+                    left += [each.form.base for each in forms]
         return frozenset(needed)
 
 

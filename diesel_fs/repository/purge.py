@@ -459,7 +459,8 @@ class _Purge:
         """Remove versions that need not be kept (a dry run only counts them). Returns the others
         with the times of their publication. The result and `planned` are as in
         `retained_versions`."""
-        published = self._versions.published(self._identity)
+        forms = self._versions.forms(self._identity, with_damaged=True)
+        published = forms.published
         retained = retained_versions(
             self._versions, self._identity, published, self._policy, self._grace_s, planned
         )
@@ -468,7 +469,7 @@ class _Purge:
         roots = kept
         if self._session is None:  # a purge would publish a snapshot of the newest version
             roots = kept - {max(published, default=0)}
-        kept |= self._versions.forms(self._identity).needed(roots)
+        kept |= forms.needed(roots)
         expired = left.keys() - kept
         if EVERY_VERSION in leased or not self._listing_complete:
             expired = set()

@@ -150,7 +150,8 @@ def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identi
     """Remove versions that need not be kept, but not the one before the newest. Errors are only
     logged: the next publication tries again."""
     try:
-        published = versions.published(identity)
+        forms = versions.forms(identity, with_damaged=True)
+        published = forms.published
         if len(published) <= 2:
             return
         policy = read_retention_policy(objects, identity)
@@ -159,7 +160,7 @@ def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identi
         if retained.issuperset([*published][:-2]):
             return
         leased = leased_versions(objects, identity, time.time())
-        kept = versions.forms(identity).needed({*retained, *leased, *[*published][-2:]})
+        kept = forms.needed({*retained, *leased, *[*published][-2:]})
         for old in sorted(published.keys() - kept, reverse=True):
             if EVERY_VERSION not in leased:
                 versions.remove(identity, old)
@@ -346,7 +347,7 @@ def remove_dataset(
     through it. With `but_name` it stays.
     """
     leased = leased_versions(objects, identity, time.time())
-    needed = versions.forms(identity).needed(leased)
+    needed = versions.forms(identity, with_damaged=True).needed(leased)
     pinned, all_pinned = _pinned_chunks(versions, identity, leased)
     removed = left = 0
     # Backwards: a delta goes before what it builds on

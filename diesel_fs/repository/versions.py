@@ -40,6 +40,7 @@ from ..format.snapshot.reader import MergedFrom, Snapshot
 from ..storage.metadata.store import DatasetHead, MetadataChanges, MetadataStore, chunks_digest
 from ..storage.objects.store import ObjectStore
 from .chains import Published, PublishedForms, choose_base, is_worth_deltas
+from .leases import purge_is_under_way
 from .private_copies import open_private_copy, private_versions, write_private_copy
 
 log = logging.getLogger("diesel.repository")
@@ -105,17 +106,15 @@ class VersionStore(PublishedVersions):
         forms = [version_of_object(name) for name in names if name not in self._damaged]
         return sorted({form.version for form in forms if form is not None})
 
-    def forms(self, identity: UUID) -> PublishedForms:
+    def forms(self, identity: UUID, *, with_damaged: bool = False) -> PublishedForms:
+        """Who removes versions needs the damaged forms, too: another process may read them, and
+        build on them."""
         return PublishedForms(
             Published(form, info.name, info.bytes, info.modified_ns // 1000)
             for info in self._objects.list(snapshot_prefix(identity))
-            if info.name not in self._damaged and (form := version_of_object(info.name)) is not None
+            if (with_damaged or info.name not in self._damaged)
+            and (form := version_of_object(info.name)) is not None
         )
-
-    def published(self, identity: UUID) -> dict[int, int]:
-        """The published versions, ascending, and when each was published, in us since 1970."""
-        forms = self.forms(identity)
-        return {version: forms.published_us(version) for version in forms.versions}
 
     def has_snapshot(self, identity: UUID, version: int) -> bool:
         return any(not each.form.base for each in self.forms(identity).forms(version))
@@ -394,19 +393,22 @@ class VersionStore(PublishedVersions):
             )
 
     def _write_delta(self, head: DatasetHead, delta: Delta) -> bool:
-        """Returns whether its version can be read. If a purge has removed the base meanwhile, the
-        delta is removed again. Raises CorruptError if the version is published with another
-        content."""
+        """Returns whether its version can be read from now on. If a purge has removed the base, or
+        might, the delta is removed again. Raises CorruptError if the version is published with
+        another content."""
         header = delta.header
         form, parts = VersionForm(header.version, header.base), deltas.write_delta(delta)
         self._write(head, form, parts, header)
         try:
-            self.forms(head.identity).chain(header.version)
+            # A purge that begins later lists the versions later, and finds this one
+            if not purge_is_under_way(self._objects, head.identity):
+                self.forms(head.identity).chain(header.version)
+                return True
+            log.info("a snapshot is published, not a delta: a purge is under way")
         except CorruptError as error:
             log.warning("a snapshot is published, not a delta: %s", error.message)
-            self._objects.delete(version_object(head.identity, form))
-            return False
-        return True
+        self._objects.delete(version_object(head.identity, form))
+        return False
 
     def _delta_since(
         self,
@@ -421,26 +423,28 @@ class VersionStore(PublishedVersions):
         identity = head.identity
         forms = self.forms(identity)
         newest = max((v for v in forms.versions if v < head.version), default=0)
+        prefix = snapshot_prefix(identity)
+        damaged = (name for name in tuple(self._damaged) if name.startswith(prefix))
         is_damaged = any(
             form is not None and form.version == head.version
-            for form in map(version_of_object, self._damaged)
+            for form in map(version_of_object, damaged)
         )
         if not newest or forms.forms(head.version) or is_damaged:
             return None
         chain = forms.chain(newest)
-        if not is_worth_deltas(chain[-1].bytes):
+        before = self.header(identity, chain[0])
+        if not is_worth_deltas(chain[-1].bytes) or before.rows_digest is None:
             return None
         changes = meta.changes(identity, newest)
         at = choose_base(chain, deltas.delta_bytes(changes.rows))
         if at is None:
             known.append(_Since(newest, changes))
             return None
-        before = self.header(identity, chain[0])
         base, above = self._lookups(identity, forms, newest)
         table = set(base.chunk_ids)
         table.update(chunk.id for delta in above for chunk in delta.added)
         current = {chunk.id for chunk in changes.chunks}
-        if before.rows_digest is None or not current.issuperset(table):
+        if not current.issuperset(table):
             return None
         if chunks_digest(table) != before.digest:
             raise CorruptError("what this machine has of the base has other chunks")
@@ -477,8 +481,8 @@ class VersionStore(PublishedVersions):
         for at, delta in reversed([*enumerate(above)]):
             rows += len(delta.rows)
             if rows > _UNMERGED_ROWS_MAX:
-                self._looked_up = self.load(identity, delta.header.version)
-                return self._looked_up, above[at + 1 :]
+                base = self._looked_up = self.load(identity, delta.header.version)
+                return base, above[at + 1 :]
         if not isinstance(base.buffer.obj, mmap.mmap):  # it comes from the store
             base = write_private_copy(identity, base.version, [base.buffer]) or base
         self._looked_up = base
@@ -487,7 +491,7 @@ class VersionStore(PublishedVersions):
     def remove(self, identity: UUID, version: int) -> None:
         """The caller removes later versions first, and a version's deltas go before its snapshot:
         so each delta that is left after a crash can be read."""
-        for published in reversed(self.forms(identity).forms(version)):
+        for published in reversed(self.forms(identity, with_damaged=True).forms(version)):
             self._objects.delete(published.name)
 
     def _export(

@@ -20,8 +20,9 @@ from diesel_fs.errors import BusyError, CorruptError, DieselError, FormatError, 
 from diesel_fs.format.chunk_builder import ChunkBuilder
 from diesel_fs.format.entries import split
 from diesel_fs.format.object_names import VersionForm, snapshot_prefix, version_of_object
-from diesel_fs.repository import chains
+from diesel_fs.repository import chains, retention
 from diesel_fs.repository.interface import PurgeOptions
+from diesel_fs.repository.leases import PurgeLease
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.versions import VersionStore
 from diesel_fs.repository.writing import seal_and_store
@@ -413,3 +414,33 @@ AbsenceOfDeltas.TestCase.settings = Absence.TestCase.settings
 PurgesOfDeltas.TestCase.settings = PurgeModel.TestCase.settings
 TestAbsenceOfDeltas = pytest.mark.deep(AbsenceOfDeltas.TestCase)
 TestPurgesOfDeltas = pytest.mark.deep(PurgesOfDeltas.TestCase)
+
+
+# What a review found
+
+
+def test_a_put_during_a_purge_publishes_a_snapshot(four: Versions) -> None:
+    """The purge has decided already on which versions nothing builds."""
+    with PurgeLease.take(four.repository.objects, identity_of(four.repository)):
+        four.put({b"during": b"1"})
+    assert forms(four.repository)[-1].base == 0
+    four.put({b"after": b"1"})
+    assert forms(four.repository)[-1].base != 0
+    assert unreadable(four) == []
+
+
+def test_what_one_process_cannot_read_stays_for_what_builds_on_it(
+    four: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may have read it, and its bytes may be sound."""
+    identity = identity_of(four.repository)
+    with LocalRepository.open(four.repository.url) as other:
+        other.snapshots._forget_damaged(identity, forms(four.repository)[-1].version)
+        four.put({b"next": b"1"})
+        four.put({b"last": b"1"})
+        before = forms(four.repository)
+        newest = before[-1].version
+        monkeypatch.setattr(retention, "retained_versions", lambda *_: {newest})
+        retention.remove_expired_versions(other.objects, other.snapshots, identity)
+    assert forms(four.repository) == before
+    assert unreadable(four) == []

@@ -462,6 +462,24 @@ def test_deltas_with_wrong_lengths_are_refused(
             RemoteSnapshots(cast(RpcClient, link)).current(view.identity)
 
 
+def test_a_server_that_always_sends_deltas_is_refused(
+    filled: InProcessServer, clients_cache: Path
+) -> None:
+    identity = filled.admin.view("ds").identity
+    shutil.rmtree(clients_cache)
+
+    class AlwaysDeltas(LyingLink):
+        def stream(self, request: Message) -> Iterator[Answer]:
+            return super().stream({**request, "have": 1})
+
+    for version in (0, 7):
+        snapshots = RemoteSnapshots(cast(RpcClient, AlwaysDeltas(7, b"x", [1])))
+        with pytest.raises(CorruptError, match="that has no version"):
+            snapshots.load(identity, version) if version else snapshots.current(identity)
+    with pytest.raises(CorruptError, match="version 3 in place of version 7"):
+        RemoteSnapshots(cast(RpcClient, LyingLink(3, b"x"))).load(identity, 7)
+
+
 def test_a_damaged_or_other_snapshot_is_refused(
     filled: InProcessServer, clients_cache: Path
 ) -> None:

@@ -287,4 +287,3 @@ POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {
     "lfu": LeastFrequentlyUsed,
     "none": NoEviction,
 }
-"""By the names that `--evict` takes."""

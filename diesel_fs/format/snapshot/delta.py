@@ -26,7 +26,7 @@ from ...errors import (
     UsageError,
 )
 from ...names import DATASET_NAME
-from ..entries import PATH_BYTES_MAX, RECORD, ChunkId, ChunkInfo, Names, Rows
+from ..entries import PATH_BYTES_MAX, RECORD, ChunkId, ChunkInfo, Kind, Names, Rows
 from . import layout as layout
 from .build import build_snapshot
 from .entry_digest import EntryDigest
@@ -222,6 +222,10 @@ def parse_delta(buffer: "ReadableBuffer") -> Delta:
     )
     if k and int(rows.chunk.max()) >= len(rows.chunks):
         _corrupt("a row names a chunk that it does not have")
+    kind = rows.records["kind"]
+    has_tail = (kind == Kind.LINK) | (kind == Kind.FILE) & (rows.records["extents"] > 1)
+    if not np.array_equal(np.flatnonzero(has_tail), sections.tailed):
+        _corrupt("its tails are not those of its links and files of several extents")
     added = [ChunkInfo(ChunkId(bytes(id_)), size) for id_, size in sections.added.tolist()]
     return Delta(header, rows, added)
 

@@ -68,15 +68,21 @@ def diff_snapshots(old: Snapshot, new: Snapshot) -> SnapshotDiff:
     """If `new` was merged from `old`, or from an earlier version, only the rows of the merge are
     compared: 1.28 million entries take some 20 ms."""
     if new.merged_from is not None and new.merged_from.version <= old.version < new.version:
-        return _diff_of_merge(old, new, new.merged_from.rows)
+        diff = _diff_of_merge(old, new, new.merged_from.rows)
+        if diff is not None:
+            return diff
     same_path = _same_path(old, new)
     entries = np.flatnonzero(same_path >= 0)
     return SnapshotDiff(old, new, same_path, _unchanged(old, new, same_path, entries))
 
 
-def _diff_of_merge(old: Snapshot, new: Snapshot, rows: Rows) -> SnapshotDiff:
-    """`rows` are all that changed since `old`, and perhaps earlier ones."""
+def _diff_of_merge(old: Snapshot, new: Snapshot, rows: Rows) -> SnapshotDiff | None:
+    """`rows` are all that changed since `old`, and perhaps earlier ones. None if they do not lead
+    from `old` to `new`: it may be a state that the metadata store has lost since."""
     plan, order = plan_merge(old, rows)
+    count = len(old) - len(order.removed) + len(order.new_index)
+    if count != len(new) or plan.rows_digest() != new.rows_digest:
+        return None
     index = order.index_of_all(len(old))
     kept = np.delete(np.arange(len(old)), order.removed)
     same_path: OldIndices = np.full(len(new), -1, np.int32)

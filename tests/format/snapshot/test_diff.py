@@ -46,6 +46,10 @@ def check(before: dict[bytes, OwnEntry], after: dict[bytes, OwnEntry]) -> None:
         by_rows = diff_snapshots(old, new)
         assert by_rows.same_path.tolist() == found.same_path.tolist()
         assert by_rows.unchanged.tolist() == found.unchanged.tolist()
+    if old.rows_digest != new.rows_digest:
+        new.merged_from = MergedFrom(1, rows_of({}))  # from another state than `old`
+        again = diff_snapshots(old, new)
+        assert again.unchanged.tolist() == found.unchanged.tolist()
     same_path = [place[path] if path in then and then[path].kind == each.kind else -1
            for path, each in now.items()]  # fmt: skip
     # An entry whose kind has changed has no partner; then it has no entries below it, either.

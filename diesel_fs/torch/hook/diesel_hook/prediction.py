@@ -77,7 +77,6 @@ class BetweenEpochs:
         self._behind: object = None  # the state after the sampler's draws for the last epoch
 
     def begin(self) -> None:
-        """Count the draws since the last call of `end`, when an epoch begins."""
         torch = sys.modules["torch"]
         behind, self._behind, self.draws = self._behind, None, -1
         if behind is None:
@@ -92,8 +91,7 @@ class BetweenEpochs:
                 self.draw(1)
 
     def end(self) -> None:
-        """Remember the generator's state when the sampler has drawn all its numbers for an
-        epoch."""
+        """The sampler has drawn all its numbers for an epoch."""
         self._behind = sys.modules["torch"].get_rng_state()
 
     @staticmethod
@@ -104,7 +102,7 @@ class BetweenEpochs:
 
 
 class PredictedOrder:
-    """The indices that a sampler gives in an epoch, in order."""
+    """The indices of an epoch, in order."""
 
     def __init__(self) -> None:
         self.indices = array("q")
