@@ -78,7 +78,7 @@ their bytes."""
 @dataclass(slots=True)
 class _Missed:
     content: memoryview | None = None
-    is_admitted: bool = False
+    is_admitted: bool = False  # its misses have cost as much as fetching it
 
 
 class ReadThroughCache(StoreWrapper):
@@ -131,7 +131,7 @@ class ReadThroughCache(StoreWrapper):
         self._counted(kind, reads, size)
 
     def read_store(self, key: ChunkKey, start: int, buffer: memoryview) -> None:
-        """Raises as `ObjectStore.read_into`."""
+        """Read for a client that waits. Raises as `ObjectStore.read_into`."""
         with self._work:
             self._waiting += 1
             self._counts["store_requests"] += 1
@@ -235,7 +235,8 @@ class ReadThroughCache(StoreWrapper):
                 time.sleep(1.0)
 
     def _fetch_next(self) -> None:
-        """Fetch one chunk: a missed one (admitted ones first), else the next of a dataset."""
+        """Wait for work, then fetch one chunk: a missed one (admitted ones first), else the next of
+        a dataset."""
         with self._work:
             while not (self._missed or self._datasets or self._closed):
                 self._work.wait()
@@ -251,7 +252,8 @@ class ReadThroughCache(StoreWrapper):
             self._fetch_next_of(identity)
 
     def _fetch_next_of(self, identity: UUID) -> None:
-        """After its last chunk, and if the tier is full, the dataset is forgotten for a while."""
+        """After the dataset's last chunk, and if the tier is full, the dataset is forgotten for a
+        while."""
         if not self._listing.acquire(blocking=False):
             with self._work:  # another fetcher is listing
                 self._work.wait(_LISTING_POLL_S)
@@ -336,7 +338,7 @@ class ReadThroughCache(StoreWrapper):
         return True
 
     def _failed(self, key: ChunkKey, error: Exception) -> bool:
-        """Returns whether to go on with other chunks."""
+        """Wait before this chunk is tried again. Returns whether to go on with other chunks."""
         with self._work:
             _note(self._not_before, key, time.monotonic() + RETRY_S)
         if isinstance(error, FormatError):

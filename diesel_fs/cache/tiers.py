@@ -47,8 +47,7 @@ class CacheHandle(AbstractContextManager["CacheHandle"], ABC):
         return False
 
     def view(self, start: int, size: int) -> memoryview | None:
-        """Bytes in the tier's own memory, not to be changed; None if the tier is not in memory.
-        Raises EOFError if the chunk is too short."""
+        """Bytes in the tier's own memory, not to be changed; None if the tier is not in memory."""
         return None
 
     def close(self) -> None:

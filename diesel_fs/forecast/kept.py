@@ -41,6 +41,7 @@ from .reads import ALONE, IN_TASK, EpochReads, ForecastFiles, Mask, Numbers
 Layout = Literal["chunks", "files", "log"]
 
 ORDER_LOG = "order"
+"""The order log's name among the policies."""
 
 NAMES = (*POLICIES, ORDER_LOG)
 
@@ -77,7 +78,7 @@ class EpochSources:
 
 
 def check_policy(name: str) -> str:
-    """Raises UsageError if no policy is named so."""
+    """Return `name`. Raises UsageError if no policy has it."""
     if name not in NAMES:
         raise UsageError(f"no policy is named {name!r}", advice=f"it is one of {', '.join(NAMES)}")
     return name

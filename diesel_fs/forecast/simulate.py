@@ -188,7 +188,7 @@ class _Lane:
         self.pushes = pushes
         self.needed = needed.tolist()
         self.with_room = np.cumsum(pages_bytes).searchsorted(room, side="right").tolist()
-        self.begun = 0
+        self.begun = 0  # pushes that have begun
         self.free_s = 0.0  # when the last push that has begun ends
 
 
@@ -326,6 +326,8 @@ class _Clock:
         )
 
     def _load(self, lane: _Lane, now_s: float) -> None:
+        """Begin the pushes that have room in the node's window, and those that the current
+        iteration needs."""
         until = max(lane.with_room[self._iteration], lane.needed[self._iteration])
         if until <= lane.begun:
             return

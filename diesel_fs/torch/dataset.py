@@ -161,7 +161,7 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return self._dataset.version
 
     def entries(self, samples: Sequence[int] | Indices | None = None) -> Indices:
-        """The snapshot's entries of `samples` (None: of all)."""
+        """The entries of `samples` in the snapshot (None: of all samples)."""
         own = self._samples.entries
         return (own if samples is None else own[np.asarray(samples, np.int64)]).astype(np.int64)
 
@@ -179,7 +179,7 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return self._made(at, self._dataset.get(int(self._samples.entries[at])))
 
     def __getitems__(self, indices: list[int]) -> list[tuple[object, object]]:
-        """The samples of a batch, read at once. Raises as `__getitem__`."""
+        """The samples of a batch with their targets, read at once. Raises as `__getitem__`."""
         everything = range(len(self))
         wanted = [everything[index] for index in indices]
         self._about_to_read(wanted)
@@ -266,9 +266,10 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return sample, target
 
     def _about_to_read(self, samples: list[int]) -> None:
-        """Raise NoSuchPath for a dangling link. If the samples begin the announced order, load
-        chunks in that order from now on. A forked worker reads only some of an order's samples, so
-        it drops the order that its parent follows."""
+        """Raise NoSuchPath if one of the samples is a dangling link. If the samples begin the
+        announced order, load chunks in that order from now on. A forked worker reads only some of
+        an order's samples, so it loads chunks in no order, and drops the order that its parent
+        follows."""
         for at in self._samples.broken.intersection(samples):
             [(path, _)] = self._rows(range(at, at + 1))
             raise NoSuchPath(

@@ -175,6 +175,8 @@ def named_samples(snapshot: Snapshot, folder: bytes, manifest: Manifest) -> Mani
 
 
 class _Walk:
+    """Collects the samples of one class after the other."""
+
     def __init__(
         self,
         snapshot: Snapshot,

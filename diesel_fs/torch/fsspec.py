@@ -155,6 +155,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
 
     @classmethod
     def _strip_protocol(cls, path: object) -> object:
+        """The path that a URL names, without outer or repeated slashes."""
         if isinstance(path, list):
             return [cls._strip_protocol(each) for each in path]
         text = stringify_path(path)
@@ -163,8 +164,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return "/".join(filter(None, text.split("/"))) if "//" in text else text.strip("/")
 
     def _address(self, path: str) -> _Address:
-        """Raises UsageError for a server that is malformed or contradicts the options, and
-        FileNotFoundError for a name that no dataset can have."""
+        """Split a path into its parts. Raises UsageError for a server that is malformed or
+        contradicts the options, and FileNotFoundError for a name that no dataset can have."""
         first, _, rest = path.partition("/")
         server = ""
         if ":" in first:
@@ -195,7 +196,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return _Address(server, first, rest)
 
     def _dataset(self, address: _Address) -> Dataset:
-        """Raises FileNotFoundError, PermissionError, and as `connect`."""
+        """The dataset of an address, opened if needed. Raises FileNotFoundError, PermissionError,
+        and as `connect`."""
         key = (self._token, address.server, address.dataset)
         if (found := _open.get(key)) is not None:
             return found
@@ -239,7 +241,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return _Entry(dataset, view, index)
 
     def _find_file(self, path: str) -> _Entry:
-        """As `_find`, but raises IsADirectoryError for a folder."""
+        """The same as `_find`, but raises IsADirectoryError for a folder."""
         entry = self._find(path)
         if entry.view.stat(entry.number).kind != Kind.FILE:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -291,7 +293,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return True
 
     def isfile(self, path: str) -> bool:
-        """Whether a path is a file. Raises an error if that is not known."""
+        """Whether a path is a file. Unlike fsspec's method, raises an error if that is not
+        known."""
         return self.exists(path) and self.info(path)["type"] == "file"
 
     def du(

@@ -4,10 +4,11 @@ Experimental: with half of the samples per epoch, our study found no gain in acc
 random samples (README.md has the figures), so arguments and states may still change.
 
 The sampler implements the I/O-oriented importance sampling of iCache (HPCA 2023, section III-A),
-with the rule of Selective-Backprop (`orders/importance.py`). An epoch's samples are drawn when it
-begins, from the values that the loop has reported with `update` in earlier epochs. The mount gets
-the draw, like any other order, and the probability of each sample as its importance, so that it can
-keep the important ones in memory (`--evict importance`).
+with the rule of Selective-Backprop; `orders/importance.py` explains and computes the rule and the
+draw. An epoch's samples are drawn when it begins, from the values that the loop has reported with
+`update` in earlier epochs. The mount gets the draw, like any other order, and the probability of
+each sample as its importance, so that it can keep the important ones in memory (`--evict
+importance`).
 
 **One table for all ranks.** A rank keeps its reports until the next epoch begins; then the ranks
 exchange them (`torch.distributed`), so all ranks draw from the same table. The table does not
@@ -61,7 +62,7 @@ _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _JOB_NAME_MAX, _BENEFIT_MAX = 64, 1e3  # the limits of a mount
 
 _PENDING_MAX = 1 << 16
-"""Reported values are copied from the device in blocks of this size: each copy waits for it."""
+"""This number of reported values is copied from the device at once: each copy waits for it."""
 
 _Batch = TypeVar("_Batch", covariant=True)
 Numbers: TypeAlias = "Tensor | npt.NDArray[np.int64] | Sequence[int]"
@@ -78,7 +79,8 @@ _DIFFERENCES = (
 
 
 class Importance(ABC):
-    """Computes from a training step how important each sample of its batch is."""
+    """Computes from a training step how important each sample of its batch is. A subclass needs
+    only `measure`."""
 
     @abstractmethod
     def measure(self, losses: Tensor, outputs: Tensor | None, targets: Tensor | None) -> Tensor:
@@ -142,6 +144,7 @@ class _Table:
         outputs: Tensor | None,
         targets: Tensor | None,
     ) -> None:
+        """Raises UsageError if shapes do not fit."""
         samples = _copied_row(indices)
         losses = losses if isinstance(losses, Tensor) else torch.as_tensor(losses)
         if losses.ndim != 1 or len(losses) != len(samples):
@@ -157,7 +160,7 @@ class _Table:
             )
         if self._values and self._values[0].device != values.device:
             self.settle_pending()
-        # A copy, since the loop may change the losses in place
+        # A copy, since the loop may change the losses in place. (A conversion makes one.)
         is_float = values.dtype == torch.float32
         self._values.append(values.clone() if is_float else values.to(torch.float32))
         self._indices.append(samples)
@@ -260,7 +263,8 @@ class _Sharing:
 
 class ImportanceSampler(ChunkShuffleSampler):
     """A sampler that draws a share of a dataset's samples for each epoch, the important ones more
-    often. Experimental. README.md has an example.
+    often. Experimental. README.md has an example, and explains the use by several ranks, nodes and
+    jobs.
 
     An epoch's samples come in chunk-wise random order, each at most once. `share` is the fraction
     of all samples that an epoch has, `floor` the least probability of a sample (`DrawRule`). The
@@ -366,7 +370,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         """Iterate over the batches of a loader, each preceded by its samples' indices.
 
         Raises UsageError for a loader of another sampler, without a batch size, or with
-        `in_order=False`.
+        `in_order=False`. With such a loader, the dataset must return each sample's index itself.
         """
         if getattr(loader, "sampler", None) is not self or not loader.batch_size:
             raise UsageError(
@@ -438,6 +442,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return np.concatenate([each for each, _ in parts]), np.concatenate([to for _, to in parts])
 
     def _chunk_wise(self, samples: Indices, epoch: int) -> tuple[Indices, Indices]:
+        """These samples in chunk-wise order, and the group of each."""
         files = self._files.files.subset(samples)
         sequence, group = files.shuffled(self.seed, epoch, self.group_size)
         return samples[sequence], group
@@ -501,7 +506,8 @@ class ImportanceSampler(ChunkShuffleSampler):
     # Draws
 
     def _draw(self, epoch: int) -> _Draw:
-        """The draw of an epoch: made at the first call, after the ranks have agreed."""
+        """The draw of an epoch, made at the first call, after the ranks have agreed on the
+        importance. Raises as `_Table.agree`."""
         if self._draws and self._draws[0].epoch == epoch:
             return self._draws[0]
         table, count = self._table, len(self._files)
@@ -525,6 +531,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return drawn
 
     def _claims(self, epoch: int) -> tuple[int, ...]:
+        """The numbers that must be equal on all ranks, one for each of `_DIFFERENCES`."""
         files = self._files
         samples = f"{files} {files.identity} {self._digest}"
         arguments = repr((self.seed, self.group_size, self.drop_last, self.rule, self.warm_up))
@@ -533,7 +540,8 @@ class ImportanceSampler(ChunkShuffleSampler):
     def _substitute(
         self, samples: Indices, ends: Indices, place: EpochPlace
     ) -> tuple[Indices, Indices]:
-        """Replace samples of this rank's part by substitutes, chosen once when the epoch begins."""
+        """Replace samples of this rank's part by their substitutes, which are chosen once,
+        when the epoch begins. Returns the part in chunk-wise order and the ends of its groups."""
         drawn = self._draw(place.epoch)
         if drawn.replaced is None:
             drawn.replaced = np.empty((2, 0), np.int64)
@@ -558,6 +566,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return np.stack((samples[places], others))
 
     def _timed(self, samples: Indices, place: EpochPlace) -> Indices:
+        """The samples that this rank reads first, to measure `benefit`; mostly none."""
         drawn = self._draw(place.epoch)
         if drawn.timed is None:
             drawn.timed = np.empty(0, np.int64)
@@ -605,7 +614,8 @@ class ImportanceSampler(ChunkShuffleSampler):
         self._send(send)
 
     def _send(self, send: Callable[[Control], None]) -> None:
-        """An error is logged once, and training goes on."""
+        """Connect to the mount of the samples, if they have one, and call `send`. An error is
+        logged once, and training goes on."""
         files, mount = self._files, self._files.mount
         if mount is None:
             return
@@ -617,7 +627,7 @@ class ImportanceSampler(ChunkShuffleSampler):
 
 
 class _LoadedImportance:
-    """The parts of a state that `ImportanceSampler` adds."""
+    """The parts of a state that `ImportanceSampler` adds. Raises UsageError for a bad state."""
 
     def __init__(self, state: Mapping[str, object], count: int) -> None:
         share, floor = state.get("share"), state.get("floor")
@@ -664,7 +674,8 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 
 
 def _copied_row(indices: Numbers) -> "Tensor | npt.NDArray[np.int64]":
-    """A copy on their device: the loop may change its own array in place."""
+    """A copy of the indices as one row, on their device: the loop may change its own array in
+    place. Raises UsageError if they are not whole numbers."""
     if isinstance(indices, Tensor):
         row = indices.detach().reshape(-1).clone()
         if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
@@ -706,13 +717,14 @@ def _local_world(world: int) -> int:
 
 
 def _device_of_ranks() -> str:
+    """The device of tensors that torch.distributed can exchange."""
     if torch.distributed.get_backend() == "nccl":
         return f"cuda:{torch.cuda.current_device()}"
     return "cpu"
 
 
 def _gathered_claims(own: Sequence[int], world: int) -> list[list[int]]:
-    """All ranks call it together."""
+    """The numbers of each rank. All ranks call it together."""
     row = torch.tensor(own, device=_device_of_ranks())
     rows = [torch.zeros_like(row) for _ in range(world)]
     torch.distributed.all_gather(rows, row)

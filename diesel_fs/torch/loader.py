@@ -149,7 +149,7 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class _Progress:
-    """The loader and its current iterator share it."""
+    """How far the loop is in an epoch. The loader and its current iterator share it."""
 
     received: int = 0
     """The samples in the batches up to the loop's last one."""
@@ -170,7 +170,7 @@ class _AutoIterator(Iterator[_Batch]):
         self._tune_every = loader._tune_every
         self._setting = _Setting.of(loader)
         self._workers: int = loader.num_workers
-        self._made = 0
+        self._made = 0  # the number of segments
         # Some samplers draw random numbers when an iterator is requested. So this takes the steps
         # of torch's iterator in their order: request an iterator of the sampler, draw the seed of
         # the workers, and with workers request another iterator.
@@ -301,6 +301,8 @@ class _Setting:
 
 
 class _Segment:
+    """One `DataLoader`'s iterator, with a constant number of workers (see the module)."""
+
     def __init__(
         self, setting: _Setting, workers: int, source: _Source, generator: torch.Generator
     ) -> None:
@@ -391,8 +393,8 @@ class _Window:
         self._reports.append(report)
 
     def measured(self, prefetch: int) -> Measured | None:
-        """None if there are too few measurements. `prefetch` is the number of batches that each
-        worker prepares ahead."""
+        """The averages; None if there are too few measurements. `prefetch` is the number of batches
+        that each worker prepares ahead."""
         usual = [each for each in self._reports if not each.is_first]
         if not usual or not self._request_s:
             return None
@@ -412,5 +414,6 @@ class _Window:
 
 
 def _processes_on_this_node() -> int:
+    """The number of training processes on this machine, from torchrun's variable, or 1."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return int(text) if text.isdecimal() and int(text) else 1

@@ -193,6 +193,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return EpochPlace(epoch, partitions, position)
 
     def _check_origin(self, state: Mapping[str, object]) -> None:
+        """Raise ConflictError if the state is of other samples, UsageError if it is no state."""
         files = self._files
         if state.get("format") != _STATE_FORMAT or "identity" not in state:
             raise UsageError(f"this is not a state of {type(self).__name__}")
@@ -249,7 +250,8 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return part_length(left, self.world, drop_last=self.drop_last)
 
     def _begin(self, iteration: "_Iteration", own: EpochPlace | None) -> tuple[EpochPlace, Indices]:
-        """`own`: the place, if a state was loaded into the iteration itself."""
+        """Begin an iteration, at the place `own` if a state was loaded into the iteration itself.
+        Returns its place and its samples."""
         place = own or self._next or EpochPlace(self.epoch)
         if place.position is None:
             raise UsageError(
@@ -358,6 +360,8 @@ def _python_numbers(samples: Indices) -> Iterator[int]:
 
 
 class _StateNumbers:
+    """Reads the numbers of a state. Raises UsageError for malformed ones."""
+
     def __init__(self, state: Mapping[str, object]) -> None:
         self._state = state
 

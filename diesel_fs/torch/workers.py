@@ -59,15 +59,19 @@ class Controller(Protocol):
     """Decides on the number of workers of an `AutoDataLoader`."""
 
     def decide(self, measured: Measured) -> int:
-        """Called every `tune_every` batches, in the loop's thread."""
+        """The number of workers from now on. Called every `tune_every` batches, in the loop's
+        thread."""
 
 
 @dataclass(slots=True)
 class FetchModel:
+    """Predicts the time to fetch one sample from the number of workers (see the module)."""
+
     _curves: dict[int, dict[int, float]] = field(default_factory=dict)
     """Seconds for one sample, by size class (a power of 2), then by number of workers."""
 
     def learn(self, sample_bytes: float, workers: int, sample_s: float) -> None:
+        """Enter a measurement: with `workers` workers, each took `sample_s` for a sample."""
         curve = self._curves.setdefault(_size_class(sample_bytes), {})
         fewer = max((each for each in curve if each < workers), default=None)
         more = min((each for each in curve if each > workers), default=None)
@@ -135,9 +139,9 @@ class WorkerController:
         return self._fastest(measured, rates)
 
     def _fastest(self, measured: Measured, rates: dict[int, float]) -> int:
-        """The smallest number of workers that has nearly the highest rate. Between two measured
-        numbers the model is a straight line, which predicts badly if workers disturb each other:
-        then returns the middle of the two, so that it is measured."""
+        """The smallest number of workers that has nearly the highest of `rates`. Between two
+        measured numbers the model is a straight line, which predicts badly if workers disturb each
+        other: in that case returns the middle of the two, so that it is measured."""
         best = max(rates.values())
         found = next(each for each, rate in rates.items() if rate >= NEARLY * best)
         below = self.model.measured_below(measured.sample_bytes, found)

@@ -100,7 +100,7 @@ class CachedDataset:
 class _CachedFile:
     path: str
     bytes: int
-    used_s: float
+    used_s: float  # its last use, in seconds since 1970
     dataset: CachedDataset
     is_temporary: bool
     is_log: bool
@@ -202,7 +202,8 @@ class CacheFolder:
             os.close(marker)
 
     def make_room(self, identity: UUID, size: int) -> int:
-        """Evict idle chunks until `size` bytes are free for a dataset, if possible."""
+        """Evict idle chunks until `size` bytes are free for a dataset, if possible. Returns
+        `free_bytes`."""
         with contextlib.suppress(OSError, BusyError), self.locked() as ledger:
             ledger.make_room(size, self.dataset(identity))
         return self.free_bytes()

@@ -240,6 +240,7 @@ class SpanFetcher:
         return asked
 
     def requests(self, spans: Sequence[Span]) -> Iterator[Sequence[Span]]:
+        """Groups of spans for one request to the store each."""
         if self._reads.batches_reads:
             return batched_parts(spans, self._limits.batch_parts, self._limits.batch_bytes)
         return ([span] for span in spans)
@@ -276,7 +277,7 @@ class SpanFetcher:
         return self.read(span) if asked is None else self._result(asked, span)
 
     def read_one(self, span: Span) -> memoryview:
-        """As `read`, but the span may be in flight."""
+        """The stored bytes of a span, which may be in flight, in memory of their own."""
         asked = self._take(span)
         return self.read(span) if asked is None else self._result(asked, span)
 
@@ -298,6 +299,7 @@ class SpanFetcher:
                 self._take(span)
 
     def within_flights(self, spans: Iterable[Span]) -> dict[Span, Span]:
+        """The spans that lie in a larger span in flight, with that larger span."""
         return self._flights.larger(spans)
 
     def read_within(self, span: Span, larger: Span) -> memoryview:

@@ -60,6 +60,7 @@ class LogAddresses:
             self._addresses[entries[is_there]] = 0
 
     def remove_log(self, digest: int, entries: Entries) -> None:
+        """Note that a log with these entries is gone."""
         self.remove(digest, entries)
         self._digests[self._digests == np.uint64(digest)] = 0
 
@@ -105,7 +106,7 @@ class LogEntryReader:
     Thread-safe if `reader` is.
     """
 
-        """`folder`: the dataset's folder in the cache, which need not exist yet."""
+    def __init__(self, snapshot: Snapshot, reader: _EntryReader, folder: str) -> None:
         """`folder` is the path of the dataset's folder in the cache, which need not exist yet."""
         self._snapshot, self._reader, self._folder = snapshot, reader, folder
         self._addresses: LogAddresses | None = None
@@ -115,6 +116,7 @@ class LogEntryReader:
         self._hits = self._wrong = 0
 
     def share(self, addresses: LogAddresses) -> None:
+        """Read from the logs at these addresses from now on."""
         self._addresses = addresses
 
     def read(self, index: int, offset: int, size: int) -> memoryview:

@@ -70,7 +70,7 @@ class LogCut:
     """An order cut into segments; the first step to a layout.
 
     `entries` are the entries that a log of the order has, in the order and each once. `segment` has
-    the segment of each.
+    the segment of each. A *unit* is `unit` bytes.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class LogCut:
         return len(self._sizes)
 
     def stored_units(self, entries: Entries) -> npt.NDArray[np.uint32]:
+        """How many units each of these entries takes."""
         units = self._sizes[entries].astype(np.uint64, copy=False)
         units += np.uint64(self.unit - 1)
         units //= np.uint64(self.unit)
@@ -319,7 +320,7 @@ def _aligned(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _first_uses(order: Entries, entry_count: int) -> Entries:
-    """An order without repetitions; `order` itself if it has none."""
+    """An order without repetitions."""
     seen = np.zeros(entry_count, np.bool_)
     seen[order] = True
     if int(np.count_nonzero(seen)) == len(order):

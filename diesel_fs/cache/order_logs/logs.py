@@ -51,8 +51,8 @@ class OrderLogs:
         segment_bytes: int = SEGMENT_BYTES,
         addresses: LogAddresses | None = None,
     ) -> None:
-        """`close` closes `files`. `addresses`, if any, shows the mount's server where entries
-        lie."""
+        """`close` closes `files`. `staged_bytes` are collected before a write. `addresses`, if any,
+        shows the mount's server where entries lie."""
         self._snapshot = snapshot
         self._streams = StreamLogs(snapshot.identity, snapshot.version)
         self._set = LogSet(snapshot, addresses)
@@ -65,8 +65,8 @@ class OrderLogs:
     # The plan
 
     def set_plan(self, plans: Sequence[LogPlan]) -> None:
-        """Set the orders that the streams read in this epoch and the next one. The logs change in
-        the background."""
+        """Set the orders that the streams read in this epoch and the next one. In the background,
+        logs are made, taken over from other processes, rewritten and removed."""
         if plans == self._streams.plans:
             return
         self._save_last(plans)
@@ -114,7 +114,7 @@ class OrderLogs:
         """Read the segments of which the next logs lack entries, so that these get them: a reader
         that outruns the mount passes segments that the mount has not read. Reads at most `most`
         segments. Returns how many of `segments`, from the first on, may be released."""
-        if self._set.is_paused or found.order in self._set.next:
+        if self._set.is_paused or found.order in self._set.next:  # nothing to save
             return len(segments)
         for at, segment in enumerate(segments):
             some = found.places_in(segment)
@@ -221,7 +221,7 @@ class OrderLogs:
         return [ExtentBatch(right, np.zeros(len(right), np.int64), contents)], is_read
 
     def _one_by_one(self, found: Log, places: Places) -> list[memoryview]:
-        """`places` ascend; near ones are read together."""
+        """The contents at these ascending places; near ones are read together."""
         begins = found.layout.offset(places)
         ends = begins + self._set.snapshot.columns.size[found.layout.entries[places]].astype(
             np.int64
@@ -239,6 +239,7 @@ class OrderLogs:
         return contents
 
     def _deliver(self, found: Log, places: Places) -> None:
+        """Note that entries were read, and release the segments that are read to the end."""
         if found.order in self._set.next:  # the next epoch reads them again
             return
         found.is_delivered[places] = True
@@ -277,7 +278,7 @@ class OrderLogs:
         }
 
     def close(self) -> None:
-        """The files stay for the next mount."""
+        """Write the staged contents, and close the files, which stay for the next mount."""
         self._segments.close()
         self._writer.close()
 
@@ -340,5 +341,6 @@ class LoggedReader:
         return {**self._reader.stats(), **self._logs.stats()}
 
     def close(self) -> None:
+        """Stop reading ahead, and close the reader and the logs."""
         self._reader.close()
         self._logs.close()

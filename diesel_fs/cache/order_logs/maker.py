@@ -36,7 +36,8 @@ _EXTRA_BYTES = 16  # of an entry beside its content, at most: padding, and its p
 
 
 class LogMaker:
-    """The methods raise OSError, and return None for a log that another mount uses."""
+    """Opens and makes logs for a set. The methods raise OSError, and return None for a log that
+    another mount uses."""
 
     def __init__(
         self, logs: LogSet, files: OrderLogFiles, *, reserved_bytes: int, segment_bytes: int
@@ -156,7 +157,8 @@ class LogMaker:
     def _with_headers(
         self, digest: int, identity: LogIdentity, cut: LogCut, file: int, share: float | None
     ) -> Log:
-        """The segments lie as in `cut`. Those with a right header count as present."""
+        """The log in a file, whose segments lie as in `cut`. Those with a right header count as
+        present."""
         try:
             self._check_punching(file)
             headers = self._read_headers(file, cut, identity)

@@ -32,6 +32,8 @@ log = logging.getLogger("diesel.mount")
 
 @dataclass(slots=True, eq=False)
 class _Staged:
+    """Contents that wait to be written."""
+
     entries: list[Entries] = field(default_factory=list)
     contents: list[memoryview] = field(default_factory=list)
     bytes: int = 0
@@ -48,9 +50,11 @@ class _Rewriting:
 
     @property
     def is_under_way(self) -> bool:
+        """Whether there may be segments to move."""
         return self._log < len(self.older)
 
     def next_segment(self) -> tuple[Log, int] | None:
+        """The next segment to move; None after the last one."""
         while self.is_under_way:
             found, segment = self.older[self._log], self._segment
             self._segment += 1
@@ -95,7 +99,7 @@ class LogWriter:
     def lacking(self, entries: Entries) -> Mask:
         """For each of these files, whether a next log should have it and lacks it."""
         if self._changing is not None and not self._changing.done():
-            # Logs that are still being made may want any file
+            # Logs are still being made, and may want any file
             return self._set.is_logged[entries]
         return self._set.lacking(entries)
 
@@ -140,7 +144,7 @@ class LogWriter:
 
     def tidy(self) -> None:
         """Remove the files of logs that are read no more. Does not wait."""
-        # Not in the thread, which could close a file while the caller reads it
+        # Here and not in the thread, which could close a file while the caller reads it
         while self._retired:
             each = self._retired.pop()
             self._thread.submit(self._files.remove, each.identity.file_name, each.file)
@@ -236,8 +240,8 @@ class LogWriter:
     def _made_of(
         self, older: list[Log], digest: int, order: Entries, wanted: WantedLogs
     ) -> list[Log]:
-        """Make the log of an order out of older logs. Returns it if contents must be moved to it;
-        if it is one of `older`, it is removed there. Raises OSError."""
+        """Make the log of an order out of older logs. Returns it if contents must be moved to it.
+        If it is one of the older logs, that leaves these. Raises OSError."""
         more_bytes = 0
         if digest in wanted.following:  # other contents are written to it, too
             more_bytes = self._maker.limit_bytes - sum(each.layout.total_bytes for each in older)
@@ -260,7 +264,7 @@ class LogWriter:
         self._retired.append(found)
 
     def _rewrite(self) -> None:
-        """Other work of this thread comes between two calls."""
+        """Move some segments of older logs. Other work of this thread comes between two calls."""
         job = self._rewriting
         try:
             left_bytes = max(self._staged_bytes, 2 * self._segment_bytes)
@@ -320,6 +324,7 @@ class LogWriter:
             self._punch(found, segment)
 
     def _write(self, staged: _Staged, digests: frozenset[int]) -> None:
+        """Write staged contents to those of these logs that lack them."""
         entries = np.concatenate(staged.entries)
         try:
             for digest in digests:
@@ -328,7 +333,7 @@ class LogWriter:
                     self._write_to(found, entries, staged.contents)
         except OSError as error:
             self._set.pause("write", error)
-        except Exception:
+        except Exception:  # files are read from the store then
             log.exception("unexpected error in an order log")
 
     def _write_to(

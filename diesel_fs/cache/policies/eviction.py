@@ -287,3 +287,4 @@ POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {
     "lfu": LeastFrequentlyUsed,
     "none": NoEviction,
 }
+"""By the names that `--evict` takes."""

@@ -76,6 +76,7 @@ class _Table:
 
 
 def check_importances(values: npt.NDArray[np.float32]) -> None:
+    """Raises UsageError if any is NaN, infinite or negative."""
     bad = np.flatnonzero(~np.isfinite(values) | (values < 0))
     if len(bad):
         raise UsageError(

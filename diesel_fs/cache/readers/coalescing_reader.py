@@ -255,12 +255,14 @@ class CoalescingReader:
     def _kept_batches(
         self, plan: ReadPlan, numbers: Sequence[int], arrived: Contents
     ) -> Iterator[ExtentBatch]:
+        """The batches of spans that `read_kept` has returned."""
         for span in arrived:
             self._fetcher.give_up(span)
         yield from self._batches_of(plan, numbers, Arrived(arrived, is_checked=False))
 
     def _read_batched(self, plan: ReadPlan) -> Iterator[ExtentBatch]:
-        """A batch may have extents of several chunks."""
+        """Read from a store that takes many reads in one request; a batch may have extents of
+        several chunks."""
         numbers: dict[Span, list[int]] = {}
         for number, span in enumerate(plan.spans):
             numbers.setdefault(span, []).append(number)
@@ -269,7 +271,7 @@ class CoalescingReader:
         if len(requests) > 1:
             self._fetcher.begin([span for some in requests for span in some], are_due=True)
         for spans in requests:
-            left = dict.fromkeys(spans)
+            left = dict.fromkeys(spans)  # those that have not arrived
             try:
                 for some in self._fetcher.arriving(spans):
                     here = [span for span in some.contents if span in left]
@@ -361,4 +363,5 @@ class CoalescingReader:
 
 
 def _joined(numbers: Mapping[Span, Sequence[int]], spans: Iterable[Span]) -> list[int]:
+    """The numbers of these spans, ascending."""
     return sorted(number for span in spans for number in numbers[span])

@@ -181,8 +181,8 @@ class EntryReader:
             yield from self._read_window(window)
 
     def _contents_here(self, wanted: Column) -> list[memoryview] | None:
-        """None unless all these files were checked before and have their chunks in memory. Does
-        hardly any work for each file."""
+        """The contents, if all these files were checked before and have their chunks in memory.
+        Does hardly any work for each file."""
         columns = self.snapshot.columns
         stored = columns.stored.take(wanted)
         kinds = columns.flags.take(wanted) & EXTENT_BITS
@@ -402,7 +402,7 @@ class EntryReader:
         try:
             content = _decoded(room.toreadonly(), extent)
         except CorruptError:
-            return None
+            return None  # it must be read again, which takes long
         self._counts["reads_on_the_spot"] += 1
         self._counts["fetched_bytes"] += extent.stored
         return content
@@ -427,8 +427,8 @@ class EntryReader:
     def _check(
         self, index: int, extent: Extent, raw: memoryview, chunk: LoadedChunk | None
     ) -> memoryview:
-        """Check and decode the stored bytes `raw` of an extent; read them again after a mismatch.
-        `chunk`: the chunk in memory that `raw` is part of."""
+        """Check and decode the stored bytes `raw` of an extent. After a mismatch they are read
+        again, once. `chunk`: the chunk in memory that `raw` is part of."""
         try:
             content = _decoded(raw, extent)
         except CorruptError:
@@ -473,6 +473,7 @@ class EntryReader:
         return LoadedChunk(view)
 
     def _check_preamble(self, number: int, chunk: memoryview) -> None:
+        """Raises ForeignError if these bytes are another chunk, or no chunk."""
         try:
             parse_preamble(
                 chunk, identity=self.snapshot.identity, id=self.snapshot.chunk_ids[number],

@@ -101,6 +101,7 @@ class OrderPrefetch:
         self._held_bytes = 0
 
     def holds(self, index: int) -> bool:
+        """Whether an entry is in the order."""
         return bool(self._group_of_entry[index] >= 0)
 
     def visit_of(self, index: int) -> int:

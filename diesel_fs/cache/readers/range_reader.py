@@ -73,6 +73,7 @@ class _Answer:
         return self.room[start : start + size]
 
     def copy(self, parts: Sequence[ChunkPart], content: memoryview, content_start: int) -> None:
+        """Copy parts out of the bytes of their chunk that begin at `content_start`."""
         for start, size, place in parts:
             start -= content_start
             self.at(place, size)[:] = content[start : start + size]
@@ -183,7 +184,7 @@ class RangeReader:
         *,
         fresh: bool,
     ) -> None:
-        if len(runs) == 1:  # as nearly always for small requests
+        if len(runs) == 1:  # as nearly always for small requests: this thread reads
             self._read_run(*runs[0], answer, until_s, fresh=fresh)
             return
         error = self._read_all(runs, answer, until_s, fresh=fresh)

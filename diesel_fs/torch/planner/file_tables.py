@@ -35,6 +35,7 @@ class SampleFiles(NamedTuple):
     """For each sample, the position after its last file in `entries`."""
 
     def first(self, count: int) -> "SampleFiles":
+        """The files of the first `count` samples."""
         ends = self.ends[:count]
         return SampleFiles(self.entries[: ends[-1] if len(ends) else 0], ends)
 
@@ -51,6 +52,7 @@ class SampleTable(Protocol):
 
     @property
     def size(self) -> int:
+        """The number of samples."""
         ...
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
@@ -100,6 +102,7 @@ class FileTable:
 
     @property
     def files(self) -> int:
+        """The number of files of all samples."""
         return sum(len(indices) for parts in self._added.values() for indices, _ in parts)
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:

@@ -136,6 +136,7 @@ class ObservedTable:
         return [each for each in checks if each.planned]
 
     def _learn(self, samples: Entries, opened: Places) -> None:
+        """Enter the opened files of samples that were not observed before."""
         is_new = np.zeros(len(samples), np.bool_)
         is_new[np.unique(samples, return_index=True)[1]] = True
         is_new &= ~self._is_seen[samples]

@@ -52,6 +52,8 @@ HookMessage = dict[str, object]
 
 
 class _Served(NamedTuple):
+    """A connected process, and the thread that receives its messages."""
+
     thread: threading.Thread
     connected: socket.socket
 
@@ -85,6 +87,7 @@ class PlanServer:
     def settings(
         self, *, ahead: int = 1, group_size: int = 0, own_seed: bool = False
     ) -> HookSettings:
+        """The settings for the hooks that shall connect to this server."""
         return {
             "socket": str(self.socket_path),
             "ahead": ahead,
@@ -193,7 +196,8 @@ class _Process:
         self._left_early: Counter[str] = Counter()  # epochs of which less than half was read
 
     def handle(self, message: HookMessage, payload: bytes) -> bytes | None:
-        """Returns the answer if the message is a request. Errors become notes for the user."""
+        """Handle a message. Returns the answer if the message is a request, otherwise None. Errors
+        become notes for the user."""
         try:
             if message["do"] == "chunks":
                 return self._chunks(_whole(message["dataset"]))
@@ -218,7 +222,8 @@ class _Process:
             self._leave(name)
 
     def _look_back(self, message: HookMessage) -> None:
-        """A loop has left an epoch before its end."""
+        """A loop has left an epoch before its end. If it did so after less than half of the epoch,
+        in `_LEFT_EARLY` epochs, note that for the user."""
         name = str(message["stream"])
         streams = self._streams.get(name)
         if streams is None or not streams.announced or "of" not in message:
@@ -374,6 +379,7 @@ def _measured_workers(message: HookMessage) -> MeasuredWorkers | None:
 
 
 def _whole(value: object) -> int:
+    """A whole number of a message. Raises TypeError for another value."""
     if not isinstance(value, int):
         raise TypeError(f"{value!r} is not a whole number")
     return value

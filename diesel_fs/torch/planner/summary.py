@@ -95,6 +95,7 @@ class LoopTimes:
             self.measured = epoch, new
 
     def advice(self) -> str | None:
+        """What the user should change about the workers, if anything."""
         if self.measured is None:
             return None
         epoch, workers = self.measured
@@ -158,6 +159,7 @@ class Summary:
     show: Callable[[str], None] | None = None
     """Called with each new note, for the first `_NOTES_MAX` of them."""
     shown: set[str] = field(default_factory=set)
+    """The notes that `show` was called with."""
 
     def note(self, text: str) -> None:
         self.notes[text] += 1

@@ -200,6 +200,7 @@ class KnownDatasets:
     ) -> KnownDataset:
         number = self._next({"do": "files", "size": size, "name": name})
         left = iter(paths)
+        while part := list(islice(left, _PART)):
             message = {"do": "paths", "dataset": number, "cwd": os.getcwd()}
             self._link.send(message, os.fsencode("\0".join(part)))
         known = NestedDataset((), f"{os.getpid()}.{number}", is_listed=True)

@@ -84,8 +84,8 @@ class _Known:
         self.learns = may_learn and not part.is_listed
         self.indices: set[int] = set()
         self.is_suspected = False
-        self._checked = 0
-        self._checked_s = 0.0
+        self._checked = 0  # the number of checked samples
+        self._checked_s = 0.0  # when the last one was checked
 
     def is_due(self) -> bool:
         return self._checked < _CHECKED_FIRST or time.monotonic() - self._checked_s >= _CHECK_S
@@ -98,12 +98,13 @@ class _Known:
         self._checked_s = time.monotonic()
 
     def suspect(self) -> None:
-        """Begin the checks of an epoch anew, with inotify."""
+        """Use inotify from now on, since a listed file was not seen; as many checks are due as at
+        the start of an epoch."""
         self.is_suspected, self._checked = True, 0
 
     def listed(self, indices: Sequence[int], *, always: bool = True) -> list[str]:
-        """The listed paths of these samples; none if the dataset has no list, or, without `always`,
-        if a look-up in it is slow."""
+        """The listed paths of these samples. The result is empty if the dataset has no list, or,
+        without `always`, if a look-up in it is slow."""
         if self._listing is None or (self._listing.is_slow and not always):
             return []
         dataset = self.dataset()
@@ -170,7 +171,7 @@ class Learner:
         try:
             with self._wraps:
                 has_begun = True
-                self._checking += 1
+                self._checking += 1  # threads
                 if self._checking == 1:
                     self._wrap_opens()
             yield
@@ -251,7 +252,7 @@ class Learner:
                 self._wrap_all()
 
     def flush(self) -> None:
-        """Any thread may call it."""
+        """Send the records. Any thread may call it."""
         with self._lock:
             found, self._found = self._found, {}
         for table, rows in found.items():
@@ -347,6 +348,7 @@ class Learner:
     def _read_suspected(
         self, known: _Known, wanted: Sequence[int], read: Callable[[], object]
     ) -> object:
+        """Read and check samples, with inotify on their listed files."""
         with self._opens_lock:
             opens = None
             with suppress(Exception):  # if this fails, the listed files count as opened
@@ -394,7 +396,7 @@ class Learner:
         missing = _absent(listed, opened)
         if missing and is_due:
             if not known.is_suspected:
-                known.suspect()
+                known.suspect()  # inotify watches the next ones
                 is_due = False
             else:
                 seen = set(missing) if opens is None else opens.opened()
@@ -540,6 +542,7 @@ class LearningWorkers:
         self._turns = turns
 
     def __reduce__(self) -> tuple[object, ...]:
+        # A worker that has not joined cannot import our classes.
         wanted = [tuple(each) for each in self._wanted]
         turns = None if self._turns is None else tuple(self._turns)
         parts = self._socket_path, wanted, self._users, self._may_learn, turns

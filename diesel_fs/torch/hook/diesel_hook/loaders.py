@@ -3,9 +3,9 @@ their samplers and the progress of their loops.
 
 When `DataLoader` is imported, its `__init__` and `__iter__` are wrapped. When the first epoch of a
 loader begins, the `__iter__` of its sampler's class and the `__next__` of its iterator's class are
-wrapped, too. The hook iterates the sampler only when torch does, so the sampler draws at the same
-moments as without the hook. The files of a dataset are sent when its loader is made, so that the
-launcher has found them when the first epoch begins.
+wrapped, too. All of these methods are public. The hook iterates the sampler only when torch does,
+so the sampler draws at the same moments as without the hook. The files of a dataset are sent when
+its loader is made, so that the launcher has found them when the first epoch begins.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class Watch:
         return self.datasets.record(loader.dataset)
 
     def stream(self, loader: _Loader) -> _LoaderStream:
+        """A loader's stream, made at the first call."""
         found = self._loaders.get(loader)
         if found is None:
             self._count += 1
@@ -265,7 +266,7 @@ class LoaderEpoch:
 
         self._watch, self.link = watch, watch.link
         self.record = record
-        self._dataset = None if record is None else record.number
+        self._dataset = None if record is None else record.number  # the dataset's number
         self._names: dict[str, object] = {"stream": stream.name, "epoch": stream.epochs - 1}
         self._lag = lag
         self._order: PredictedOrder | None = None
@@ -339,12 +340,14 @@ class LoaderEpoch:
             self._send_drawn()
 
     def _send_drawn(self) -> None:
+        """Send the indices that were drawn since the last call, if they were not predicted."""
         if self._order is None and self._drawn_sent < self._drawn.count:
             new = self._drawn.between(self._drawn_sent)
             self._drawn_sent, self._drawn_s = self._drawn.count, time.monotonic()
             self.link.send({"do": "more", **self._names}, memoryview(new))
 
     def received(self, before_s: float, after_s: float) -> None:
+        """The loop requested a batch at `before_s`, and received it at `after_s`."""
         self._received += 1
         if self.has_failed:
             self.is_counted = False
@@ -360,7 +363,8 @@ class LoaderEpoch:
             self._send_drawn()
 
     def send_progress(self, now_s: float, *, is_over: bool = False) -> None:
-        """`is_over`: the loop has read the epoch to its end."""
+        """Send the loop's position and times since the last message. `is_over`: the loop has read
+        the epoch to its end."""
         self._progress_sent_s = now_s
         if self._dataset is not None:
             self._send_drawn()
@@ -385,7 +389,8 @@ class LoaderEpoch:
             self._watch.end()
 
     def leave(self) -> None:
-        """The loop has dropped the iterator."""
+        """The loop has dropped the iterator. If the epoch was not read to its end, tell the
+        launcher."""
         if not self.is_over:
             self.is_over = True
             foreseen = 0 if self._order is None else len(self._order.indices)
@@ -435,7 +440,8 @@ class _WatchedSampler:
         return element
 
     def _quietly(self, step: Callable[[LoaderEpoch], None]) -> None:
-        """If the step fails, the epoch is watched no more, and the program goes on."""
+        """Run a step of the watch. If it fails, the epoch is watched no more, and the program goes
+        on."""
         if self._epoch is not None:
             try:
                 step(self._epoch)
@@ -463,6 +469,7 @@ class _WatchedStateful(_WatchedSampler):
 
 
 def _index_sampler(loader: _Loader) -> object:
+    """The sampler that torch iterates: of batches, if the loader has one."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
@@ -471,7 +478,7 @@ def _weak(sampler: object) -> Callable[[], object]:
     the sampler alive."""
     try:
         return weakref.ref(sampler)
-    except TypeError:
+    except TypeError:  # its class allows no weak references
         return lambda: sampler
 
 
@@ -488,6 +495,7 @@ def _when_collected(thing: object, act: Callable[[], object]) -> None:
 
 
 def _nested(sampler: object) -> Iterator[object]:
+    """A sampler, the sampler inside it, and so on."""
     seen: list[object] = []
     while sampler is not None and not any(each is sampler for each in seen):
         seen.append(sampler)

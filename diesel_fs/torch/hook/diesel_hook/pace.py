@@ -45,6 +45,8 @@ class _Numbers(Protocol):
 
 
 class _Context(Protocol):
+    """A context of multiprocessing."""
+
     def Semaphore(self, value: int) -> _Lock: ...
     def Lock(self) -> _Lock: ...
     def RawArray(self, kind: str, size: int) -> _Numbers: ...
@@ -97,6 +99,7 @@ class Pace:
         }  # fmt: skip
 
     def tune(self) -> None:
+        """Change the number of turns if the measurements ask for that."""
         batches, fetch_s, cpu_s = (now - was for now, was in zip(self._sums(), self._before))  # noqa: B905 (Python 3.9)
         if batches >= _MEASURED_MIN and not self._has_failed:
             self._set(min(useful_workers(fetch_s, cpu_s, self.cores), self.workers))
@@ -125,7 +128,7 @@ class TurnTaker:
         self._shared, self._worker, self._turn_s = shared, worker, turn_s
         # With a processor for each worker, all may work at once, and turns would only cost time
         self._takes_turns = len(shared.measured) > _COUNTED * cores_of_rank()
-        self._count = 0
+        self._count = 0  # batches
 
     def install(self, kind: type | None = None) -> None:
         """Wrap the `fetch` of a class, by default of torch's for map-style datasets."""

@@ -77,6 +77,7 @@ class BetweenEpochs:
         self._behind: object = None  # the state after the sampler's draws for the last epoch
 
     def begin(self) -> None:
+        """Count the draws since the last call of `end`, when an epoch begins."""
         torch = sys.modules["torch"]
         behind, self._behind, self.draws = self._behind, None, -1
         if behind is None:
@@ -91,7 +92,8 @@ class BetweenEpochs:
                 self.draw(1)
 
     def end(self) -> None:
-        """The sampler has drawn all its numbers for an epoch."""
+        """Remember the generator's state when the sampler has drawn all its numbers for an
+        epoch."""
         self._behind = sys.modules["torch"].get_rng_state()
 
     @staticmethod
@@ -102,7 +104,7 @@ class BetweenEpochs:
 
 
 class PredictedOrder:
-    """The indices of an epoch, in order."""
+    """The indices that a sampler gives in an epoch, in order."""
 
     def __init__(self) -> None:
         self.indices = array("q")
