@@ -61,7 +61,11 @@ class LogMaker:
         with contextlib.suppress(FileNotFoundError):
             file = self._open(identity, makes=False)
             if file is not None and os.fstat(file).st_size:
-                return self._with_headers(digest, identity, self._cut(order), file, share)
+                with contextlib.ExitStack() as opened:  # after an error it is closed
+                    opened.callback(os.close, file)
+                    log = self._with_headers(digest, identity, self._cut(order), file, share)
+                    opened.pop_all()
+                    return log
             if file is not None:
                 self._files.remove(identity.file_name, file)
         return None
@@ -104,15 +108,14 @@ class LogMaker:
                     file = self._files.open(name, makes=False)
                 except (FileNotFoundError, BusyError):
                     continue
-                closing = opened.enter_context(contextlib.ExitStack())
-                closing.callback(os.close, file)
-                log = self._of_headers(name, file)
+                log = self._of_headers(name, file)  # closes it after an error
                 if log is None or 2 * np.count_nonzero(is_wanted[log.layout.entries]) < len(
                     log.layout.entries
                 ):
-                    closing.close()  # it is removed when its room is needed
+                    os.close(file)  # it is removed when its room is needed
                 else:
                     found.append(log)
+                    opened.callback(os.close, file)
             opened.pop_all()
         return found
 
@@ -158,21 +161,12 @@ class LogMaker:
         self, digest: int, identity: LogIdentity, cut: LogCut, file: int, share: float | None
     ) -> Log:
         """The log in a file, whose segments lie as in `cut`. Those with a right header count as
-        present."""
-        try:
-            self._check_punching(file)
-            headers = self._read_headers(file, cut, identity)
-            entries, right = cut.from_headers(headers)
-            made = Log(
-                digest,
-                identity,
-                LogLayout(cut, entries, self._limit_bytes(share)),
-                file,
-                bool(headers),
-            )
-        except BaseException:
-            os.close(file)
-            raise
+        present. After an error the file stays open: it may be that of a log in use."""
+        self._check_punching(file)
+        headers = self._read_headers(file, cut, identity)
+        entries, right = cut.from_headers(headers)
+        layout = LogLayout(cut, entries, self._limit_bytes(share))
+        made = Log(digest, identity, layout, file, bool(headers))
         for segment in right:
             if segment < made.layout.segments:
                 made.has_header[segment] = True
