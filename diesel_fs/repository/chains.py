@@ -34,7 +34,7 @@ class Published(NamedTuple):
 
 
 class PublishedForms:
-    """What a listing has of a dataset's versions."""
+    """The forms of a dataset's versions, from a listing of the store."""
 
     def __init__(self, objects: Iterable[Published]) -> None:
         self._of_version: defaultdict[int, list[Published]] = defaultdict(list)

@@ -350,7 +350,7 @@ def remove_dataset(
     needed = versions.forms(identity, with_damaged=True).needed(leased)
     pinned, all_pinned = _pinned_chunks(versions, identity, leased)
     removed = left = 0
-    # Backwards: a delta goes before what it builds on
+    # Backwards, so that a delta goes before the versions that it needs
     for name in reversed([*objects.housekeeping.names(dataset_prefix(identity))]):
         if name == dataset_object(identity):
             continue

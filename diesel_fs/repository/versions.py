@@ -50,7 +50,8 @@ _NO_DIGESTS: Mapping[ChunkId, EntryDigest] = MappingProxyType({})
 _NO_ROWS = Rows([], np.zeros(0, np.uint32), [], np.zeros(0, RECORD), np.zeros(0, np.uint32), [])
 
 _UNMERGED_ROWS_MAX = 1 << 16
-"""A writer looks up paths in a snapshot and deltas of so many rows; more are merged first."""
+"""A writer looks paths up in a snapshot and at most this number of rows of deltas above it. More
+rows are merged first."""
 
 
 class KeptVersion(NamedTuple):
@@ -107,8 +108,8 @@ class VersionStore(PublishedVersions):
         return sorted({form.version for form in forms if form is not None})
 
     def forms(self, identity: UUID, *, with_damaged: bool = False) -> PublishedForms:
-        """Who removes versions needs the damaged forms, too: another process may read them, and
-        build on them."""
+        """With `with_damaged`, also the forms that this process could not read: another process may
+        read them and build on them, so they count before a version is removed."""
         return PublishedForms(
             Published(form, info.name, info.bytes, info.modified_ns // 1000)
             for info in self._objects.list(snapshot_prefix(identity))
@@ -312,8 +313,8 @@ class VersionStore(PublishedVersions):
         chunk, or if the version is published with another content.
         """
         known: list[_Since] = []
+        delta: Delta | None = None
         if not (full or as_snapshot):
-            delta = None
             try:
                 delta = self._delta_since(meta, head, entry_digests, known)
             except (FormatError, ObjectMissing) as error:
@@ -322,6 +323,9 @@ class VersionStore(PublishedVersions):
                 return delta.header.version
         version, parts = self._export(meta, head, known, full=full, entry_digests=entry_digests)
         self._write(head, VersionForm(version, 0), parts, parse_front(parts[0]))
+        if delta is not None:  # a purge has removed the base, or might
+            form = VersionForm(delta.header.version, delta.header.base)
+            self._objects.delete(version_object(head.identity, form))
         if is_worth_deltas(sum(map(len, parts))):  # this user's next put looks paths up in it
             write_private_copy(head.identity, version, parts)
         return version
@@ -333,9 +337,9 @@ class VersionStore(PublishedVersions):
         parts: Sequence[Bytes],
         header: SnapshotHeader | DeltaHeader,
     ) -> None:
-        """Create the object of a form of a version, unless it is there already. A damaged one is
-        replaced. Raises CorruptError if the version is published with another content, before or
-        meanwhile."""
+        """Create the object of a form of a version, unless it is there already; of a delta, unless
+        the version is there in any form. A damaged object is replaced. Raises CorruptError if the
+        version is published with another content, before or meanwhile."""
         identity, name = head.identity, version_object(head.identity, form)
         is_there = is_ours = False
         while not (is_there or is_ours):
@@ -350,7 +354,7 @@ class VersionStore(PublishedVersions):
                 except FormatError:
                     is_damaged |= published.name == name
                 else:
-                    is_there |= published.name == name
+                    is_there |= published.name == name or isinstance(header, DeltaHeader)
             if is_damaged:
                 self._objects.delete(name)
                 self._damaged.discard(name)
@@ -393,9 +397,8 @@ class VersionStore(PublishedVersions):
             )
 
     def _write_delta(self, head: DatasetHead, delta: Delta) -> bool:
-        """Returns whether its version can be read from now on. If a purge has removed the base, or
-        might, the delta is removed again. Raises CorruptError if the version is published with
-        another content."""
+        """Returns whether its version can be read from now on: not if a purge has removed the base,
+        or might. Raises CorruptError if the version is published with another content."""
         header = delta.header
         form, parts = VersionForm(header.version, header.base), deltas.write_delta(delta)
         self._write(head, form, parts, header)
@@ -407,7 +410,6 @@ class VersionStore(PublishedVersions):
             log.info("a snapshot is published, not a delta: a purge is under way")
         except CorruptError as error:
             log.warning("a snapshot is published, not a delta: %s", error.message)
-        self._objects.delete(version_object(head.identity, form))
         return False
 
     def _delta_since(
@@ -429,7 +431,7 @@ class VersionStore(PublishedVersions):
             form is not None and form.version == head.version
             for form in map(version_of_object, damaged)
         )
-        if not newest or forms.forms(head.version) or is_damaged:
+        if not newest or is_damaged:
             return None
         chain = forms.chain(newest)
         before = self.header(identity, chain[0])

@@ -4,13 +4,16 @@ The program runs in a session of its own, and all processes of that session are 
 is sampled, so a peak shorter than the interval may be missed.
 """
 
+import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 INTERVAL_S = 0.05
 SHORT_INTERVAL_S = 0.002  # for a command of less than a second
+BLOCK_BYTES = 512  # of `ru_oublock`
 _PROC = Path("/proc")
 
 
@@ -27,17 +30,27 @@ def peak_pss_bytes(command: Sequence[str], environment: Mapping[str, str]) -> in
     return peak
 
 
-def peak_anonymous_bytes(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a command, and return the greatest anonymous memory of its own process. Raises
-    CalledProcessError."""
+class Usage(NamedTuple):
+    """Of one process, in bytes: its greatest anonymous memory, and what it wrote to disks."""
+
+    anonymous: int
+    written: int
+
+
+def usage_of(command: Sequence[str], environment: Mapping[str, str]) -> Usage:
+    """Run a command. Raises CalledProcessError."""
     peak = 0
-    with subprocess.Popen(command, env=environment) as process:
-        while process.poll() is None:
-            peak = max(peak, _anonymous_bytes(process.pid))
-            time.sleep(SHORT_INTERVAL_S)
+    process = subprocess.Popen(command, env=environment)
+    while True:
+        ended, status, used = os.wait4(process.pid, os.WNOHANG)
+        if ended:
+            break
+        peak = max(peak, _anonymous_bytes(process.pid))
+        time.sleep(SHORT_INTERVAL_S)
+    process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    return peak
+    return Usage(peak, used.ru_oublock * BLOCK_BYTES)
 
 
 def _anonymous_bytes(pid: int) -> int:

@@ -419,6 +419,13 @@ TestPurgesOfDeltas = pytest.mark.deep(PurgesOfDeltas.TestCase)
 # What a review found
 
 
+def test_a_second_publisher_of_a_version_writes_nothing(four: Versions) -> None:
+    before = forms(four.repository)
+    with LocalRepository.open(four.repository.url) as other:
+        assert other.publish("ds") == before[-1].version
+    assert forms(four.repository) == before
+
+
 def test_a_put_during_a_purge_publishes_a_snapshot(four: Versions) -> None:
     """The purge has decided already on which versions nothing builds."""
     with PurgeLease.take(four.repository.objects, identity_of(four.repository)):

@@ -82,7 +82,7 @@ def build_snapshot(
 
 
 def plan_merge(previous: Snapshot, rows: Rows) -> tuple["MergePlan", "EntryOrder"]:
-    """Which entries a merge changes, and where they stand; costs nothing for the others. Raises
+    """The entries that a merge changes, and their positions. Costs nothing for the others. Raises
     UsageError, CorruptError as `build_snapshot`, except for places and the lengths of paths."""
     plan = MergePlan(previous, rows, _ChangedFolders(previous, rows))
     return plan, _order_of(plan)
@@ -401,7 +401,7 @@ class EntryOrder:
 
     def index_of_all(self, count: int) -> Indices:
         """As `index_of`, of all `count` previous entries."""
-        at = np.concatenate([self.places, self.removed + 1])  # where the shift changes
+        at = np.concatenate([self.places, self.removed + 1])  # positions at which the shift changes
         steps = np.ones(len(at), np.int64)
         steps[len(self.places) :] = -1
         order = np.argsort(at, kind="stable")

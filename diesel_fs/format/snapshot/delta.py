@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 from uuid import UUID
 
 import numpy as np
@@ -19,13 +19,8 @@ from xxhash import xxh3_64_intdigest, xxh3_128_intdigest
 
 from ...errors import (
     CorruptError,
-    ForeignError,
-    FormatError,
-    NewerVersionError,
-    TruncatedError,
     UsageError,
 )
-from ...names import DATASET_NAME
 from ..entries import PATH_BYTES_MAX, RECORD, ChunkId, ChunkInfo, Kind, Names, Rows
 from . import layout as layout
 from .build import build_snapshot
@@ -33,20 +28,15 @@ from .entry_digest import EntryDigest
 from .layout import RowsDigest
 from .reader import ROOT_HASH, ROOT_INDEX, Indices, MergedFrom, Snapshot
 from .rows_digest import digest_of_entries, digest_of_rows
+from .sections import FIXED_AT, FileFormat
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-MAGIC = b"\x93DIESDL\n"
-FORMAT_VERSION = 1
 HEADER_BYTES = 512
 DELTAS_MAX = 7
 """Deltas of one chain."""
 
-_ALIGNMENT = 64
-_FIXED = struct.Struct("<8sHHI16sQQQQQ16sQQQB63s")
-_SECTION = struct.Struct("<QQQ")
-_CHECKSUM = struct.Struct("<Q")
 _CHUNK = np.dtype([("id", "V16"), ("object_bytes", "<u8")])
 _ID = np.dtype("V16")
 _DIGEST_MODULUS = 1 << 128
@@ -70,6 +60,16 @@ class _Sections(NamedTuple):
 _DTYPES = tuple(
     np.dtype(spec) for spec in ("u1", "<u4", "u1", RECORD, "<u4", _ID, "<u4", "<u8", "u1", _CHUNK)
 )
+_FORMAT = FileFormat(
+    what="delta",
+    magic=b"\x93DIESDL\n",
+    version=1,
+    header_bytes=HEADER_BYTES,
+    fixed=struct.Struct("<16sQQQQQ16sQQQB63s"),
+    names=_Sections._fields,
+    dtypes=_DTYPES,
+)
+_corrupt = _FORMAT.corrupt
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,22 +121,13 @@ def write_delta(delta: Delta) -> list[memoryview]:
         tails=_bytes(b"".join(rows.tails[i] for i in tailed)),
         added=added,
     )
-    table, parts, at = b"", [memoryview(b"")], HEADER_BYTES
-    for array, dtype in zip(sections, _DTYPES, strict=True):
-        body = np.ascontiguousarray(array, dtype).view(np.uint8).data
-        padding = bytes(-len(body) % _ALIGNMENT)
-        table += _SECTION.pack(at, len(body), xxh3_64_intdigest(body))
-        parts += [body, memoryview(padding)]
-        at += len(body) + len(padding)
     name = header.dataset.encode()
-    fixed = _FIXED.pack(
-        *(MAGIC, FORMAT_VERSION, HEADER_BYTES, 0, header.identity.bytes, header.version),
-        *(header.base, header.files, header.file_bytes, header.chunks),
-        *(header.digest.to_bytes(16, "little"), *header.rows_digest, len(rows), len(name), name),
+    fields = (
+        *(header.identity.bytes, header.version, header.base, header.files, header.file_bytes),
+        *(header.chunks, header.digest.to_bytes(16, "little"), *header.rows_digest, len(rows)),
+        *(len(name), name),
     )
-    head = (fixed + table).ljust(HEADER_BYTES - _CHECKSUM.size, b"\0")
-    parts[0] = memoryview(head + _CHECKSUM.pack(xxh3_64_intdigest(head)))
-    return [part for part in parts if len(part)]
+    return _FORMAT.write(fields, sections, b"")
 
 
 def _used(items: Sequence[bytes], numbers: layout.U4) -> tuple[Sequence[bytes], layout.U4]:
@@ -162,31 +153,10 @@ def delta_bytes(rows: Rows) -> int:
 def parse_delta_header(front: "ReadableBuffer") -> DeltaHeader:
     """Parse the first HEADER_BYTES of a delta. Raises a leaf of FormatError."""
     view = memoryview(front).cast("B")
-    if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)]:
-        raise ForeignError("not a delta (another magic number)", offset=0)
-    if len(view) < HEADER_BYTES:
-        raise TruncatedError(
-            f"truncated delta: {len(view)} of {HEADER_BYTES} bytes", offset=len(view)
-        )
-    fields = _FIXED.unpack_from(view)
-    _, format_version, header_bytes, flags, identity, version, base, *rest = fields
-    files, file_bytes, chunks, digest, seen, placed, rows, length, name = rest
-    if format_version > FORMAT_VERSION:
-        raise _newer(f"format version {format_version}")
-    checksum_at = HEADER_BYTES - _CHECKSUM.size
-    if _CHECKSUM.unpack_from(view, checksum_at)[0] != xxh3_64_intdigest(view[:checksum_at]):
-        _corrupt("its header does not match its checksum", 0)
-    if flags:
-        raise _newer(f"feature flags {flags:#x}")
-    dataset = name[:length].decode("ascii", "replace")
-    spare = bytes(view[_FIXED.size + len(_DTYPES) * _SECTION.size : checksum_at])
-    if (
-        (format_version, header_bytes) != (FORMAT_VERSION, HEADER_BYTES)
-        or not DATASET_NAME.fullmatch(dataset)
-        or any(name[length:])
-        or any(spare)
-        or not 0 < base < version
-    ):
+    _, dataset = _FORMAT.check_header(view)
+    fields = _FORMAT.fixed.unpack_from(view, FIXED_AT)
+    identity, version, base, files, file_bytes, chunks, digest, seen, placed, rows, *_ = fields
+    if any(_FORMAT.spare(view, _FORMAT.table_end)) or not 0 < base < version:
         _corrupt("its header contradicts itself", 0)
     return DeltaHeader(
         identity=UUID(bytes=identity),
@@ -206,7 +176,13 @@ def parse_delta(buffer: "ReadableBuffer") -> Delta:
     """Raises a leaf of FormatError. `apply_deltas` checks the rows against each other."""
     view = memoryview(buffer).cast("B")
     header = parse_delta_header(view[:HEADER_BYTES])
-    sections = _parse_sections(view)
+    bounds = _FORMAT.bounds(view)
+    _FORMAT.check_sums(view, bounds)
+    arrays = [
+        np.ndarray(((each.behind - each.start) // dtype.itemsize,), dtype, view, each.start)
+        for each, dtype in zip(bounds, _DTYPES, strict=True)
+    ]
+    sections = _Sections(*arrays)
     k = header.rows
     counts = (len(sections.folder), len(sections.records), len(sections.chunk))
     if counts != (k, k, k) or len(sections.tailed) != len(sections.tail_bytes):
@@ -228,26 +204,6 @@ def parse_delta(buffer: "ReadableBuffer") -> Delta:
         _corrupt("its tails are not those of its links and files of several extents")
     added = [ChunkInfo(ChunkId(bytes(id_)), size) for id_, size in sections.added.tolist()]
     return Delta(header, rows, added)
-
-
-def _parse_sections(view: memoryview) -> _Sections:
-    arrays, at = [], HEADER_BYTES
-    for number, dtype in enumerate(_DTYPES):
-        offset, length, checksum = _SECTION.unpack_from(view, _FIXED.size + number * _SECTION.size)
-        name = _Sections._fields[number]
-        if offset != at or length % dtype.itemsize:
-            _corrupt(f"section {name} is out of place", at)
-        end = at + -(-length // _ALIGNMENT) * _ALIGNMENT
-        if end > len(view):
-            raise TruncatedError(f"truncated delta: {len(view)} bytes", offset=len(view))
-        body = view[at : at + length]
-        if xxh3_64_intdigest(body) != checksum or any(view[at + length : end]):
-            _corrupt(f"section {name} does not match its checksum", at)
-        arrays.append(np.frombuffer(body, dtype))
-        at = end
-    if at < len(view):
-        _corrupt(f"{len(view) - at} bytes behind its end", at)
-    return _Sections(*arrays)
 
 
 def _folders(joined: npt.NDArray[np.uint8], count: int) -> Sequence[bytes]:
@@ -278,14 +234,6 @@ def _tails(sections: _Sections, count: int) -> dict[int, bytes]:
     return {row: blob[start:end] for row, start, end in bounds}
 
 
-def _corrupt(what: str, offset: int = -1) -> NoReturn:
-    raise CorruptError(f"damaged delta: {what}", offset=offset)
-
-
-def _newer(what: str) -> FormatError:
-    return NewerVersionError(f"a delta with {what}", advice="it needs a newer version of DIESEL-FS")
-
-
 # Reading a version by its chain
 
 
@@ -302,7 +250,7 @@ def apply_deltas(base: Snapshot, deltas: Sequence[Delta]) -> Sequence[memoryview
 
 
 def merged_from(base: Snapshot, deltas: Sequence[Delta]) -> MergedFrom | None:
-    """What a snapshot that `apply_deltas` made tells to `diff_snapshots`."""
+    """How `diff_snapshots` finds the changes of a snapshot that `apply_deltas` made."""
     if sum(len(delta.rows) for delta in deltas) > _MERGED_ROWS_MAX:
         return None
     return MergedFrom(base.version, merged_rows([delta.rows for delta in deltas]))

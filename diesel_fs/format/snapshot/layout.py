@@ -12,17 +12,16 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 from uuid import UUID
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64_intdigest
 
-from ...errors import CorruptError, ForeignError, FormatError, NewerVersionError, TruncatedError
-from ...names import DATASET_NAME
+from ...errors import NewerVersionError
 from ..chunk import EXTENT_ALIGNMENT, OBJECT_BYTES_MAX, PREAMBLE_BYTES, impossible_bodies
 from ..entries import MODE_MASK, NAME_BYTES_MAX, PATH_BYTES_MAX, Codec, Kind
+from .sections import FIXED_AT, Bounds, FileFormat
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -34,13 +33,7 @@ Bytes = npt.NDArray[np.uint8]
 Records = npt.NDArray[np.void]
 Mask = npt.NDArray[np.bool_]
 
-MAGIC = b"\x93DIESNP\n"
-MAGIC_BYTES = len(MAGIC)
-FORMAT_VERSION = 2
-"""Version 1 has no rows digest."""
-KNOWN_FLAGS = 0
 HEADER_BYTES = 640
-ALIGNMENT = 64
 NAME_PADDING = bytes(8)
 """Behind the last name, so that every name can be read as 64-bit words."""
 
@@ -118,15 +111,24 @@ DTYPES = tuple(
         *("u1", "<u8", "u1", STORED_EXTENT, "u1", "<u8", SHADOWED),
     )
 )
-_FIXED = struct.Struct("<8sHHI16sQQQQQQ16sB63s")
-_SECTION = struct.Struct("<QQQ")
-_CHECKSUM = struct.Struct("<Q")
+_FORMAT = FileFormat(
+    what="snapshot",
+    magic=b"\x93DIESNP\n",
+    version=2,  # version 1 has no rows digest
+    header_bytes=HEADER_BYTES,
+    fixed=struct.Struct("<16sQQQQQQ16sB63s"),
+    names=SnapshotColumns._fields,
+    dtypes=DTYPES,
+    advice="write or fetch it again with `dlcmd save-meta`",
+)
 _ROWS_DIGEST = struct.Struct("<QQ")
+MAGIC_BYTES = len(_FORMAT.magic)
+check_magic = _FORMAT.check_magic
 
 
 class RowsDigest(NamedTuple):
-    """Two sums mod 2^64 of hashes of all rows (`rows_digest.py`): `seen` of what readers see,
-    `placed` of where the contents lie."""
+    """Two sums mod 2^64 of hashes of all rows (`rows_digest.py`): `seen` covers what
+    readers see, `placed` the places of the contents."""
 
     seen: int
     placed: int
@@ -193,24 +195,14 @@ def codecs(flags: U4) -> U4:
 
 def write(header: SnapshotHeader, columns: SnapshotColumns) -> list[memoryview]:
     """Return buffers to be written one after the other."""
-    table, parts, at = b"", [memoryview(b"")], HEADER_BYTES
-    for array, dtype in zip(columns, DTYPES, strict=True):
-        body = np.ascontiguousarray(array, dtype).view(np.uint8).data
-        padding = bytes(-len(body) % ALIGNMENT)
-        table += _SECTION.pack(at, len(body), xxh3_64_intdigest(body))
-        parts += [body, memoryview(padding)]
-        at += len(body) + len(padding)
-    name = header.dataset.encode()
-    fixed = _FIXED.pack(
-        *(MAGIC, FORMAT_VERSION, HEADER_BYTES, KNOWN_FLAGS, header.identity.bytes, header.version),
-        *(header.entries, header.files, header.folders, header.file_bytes, header.chunks),
-        *(header.digest.to_bytes(16, "little"), len(name), name),
-    )
     assert header.rows_digest is not None
-    table += _ROWS_DIGEST.pack(*header.rows_digest)
-    head = (fixed + table).ljust(HEADER_BYTES - _CHECKSUM.size, b"\0")
-    parts[0] = memoryview(head + _CHECKSUM.pack(xxh3_64_intdigest(head)))
-    return [part for part in parts if len(part)]
+    name = header.dataset.encode()
+    fields = (
+        *(header.identity.bytes, header.version, header.entries, header.files, header.folders),
+        *(header.file_bytes, header.chunks, header.digest.to_bytes(16, "little")),
+        *(len(name), name),
+    )
+    return _FORMAT.write(fields, columns, _ROWS_DIGEST.pack(*header.rows_digest))
 
 
 def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[SnapshotHeader, SnapshotColumns]:
@@ -221,63 +213,31 @@ def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[SnapshotHeader, Sn
         raise NewerVersionError("snapshots are read in place, on little-endian machines only")
     view = memoryview(buffer).cast("B")
     header = _parse_header(view)
-    columns, sections = _parse_sections(view, header)
-    for name, (at, behind, end, checksum) in zip(SnapshotColumns._fields, sections, strict=True):
-        body, padding = view[at:behind], view[behind:end]
-        if xxh3_64_intdigest(body) != checksum or any(padding):
-            _corrupt(f"section {name} does not match its checksum", at)
+    columns, bounds = _parse_sections(view, header)
+    _FORMAT.check_sums(view, bounds)
     if verify:
         check(header, columns)
     return header, columns
 
 
-def _corrupt(what: str, offset: int = -1) -> NoReturn:
-    raise CorruptError(f"damaged snapshot: {what}", offset=offset, advice=_ADVICE)
-
-
-_ADVICE = "write or fetch it again with `dlcmd save-meta`"
-
-
-def check_magic(start: bytes) -> None:
-    """Raise ForeignError unless a snapshot can begin with the bytes `start`."""
-    if start != MAGIC[: len(start)]:
-        raise ForeignError("not a snapshot (another magic number)", offset=0, advice=_ADVICE)
+_corrupt = _FORMAT.corrupt
 
 
 def _parse_header(view: memoryview) -> SnapshotHeader:
     """Return the header, checked except for its table of sections. Raises a leaf of FormatError."""
-    check_magic(bytes(view[:MAGIC_BYTES]))
-    if len(view) < HEADER_BYTES:
-        raise _truncated(len(view), HEADER_BYTES)
-    fields = _FIXED.unpack_from(view)
-    _, format_version, header_bytes, flags, identity, version, *rest = fields
-    entries, files, folders, file_bytes, chunks, digest, length, name = rest
-    if format_version > FORMAT_VERSION:
-        raise _newer(f"format version {format_version}")
-    checksum_at = HEADER_BYTES - _CHECKSUM.size
-    if _CHECKSUM.unpack_from(view, checksum_at)[0] != xxh3_64_intdigest(view[:checksum_at]):
-        _corrupt("its header does not match its checksum", 0)
-    if flags & ~KNOWN_FLAGS:
-        raise _newer(f"feature flags {flags:#x}")
-    dataset = name[:length].decode("ascii", "replace")
-    table_end = _FIXED.size + len(DTYPES) * _SECTION.size
-    rows_digest = None
-    if format_version >= 2:
+    version, dataset = _FORMAT.check_header(view)
+    rows_digest, table_end = None, _FORMAT.table_end
+    if version >= 2:
         rows_digest = RowsDigest(*_ROWS_DIGEST.unpack_from(view, table_end))
         table_end += _ROWS_DIGEST.size
-    spare = bytes(view[table_end:checksum_at])
-    if (
-        not format_version
-        or header_bytes != HEADER_BYTES
-        or not DATASET_NAME.fullmatch(dataset)
-        or any(name[length:])
-        or any(spare)
-    ):
+    if any(_FORMAT.spare(view, table_end)):
         _corrupt("its header contradicts itself", 0)
+    fields = _FORMAT.fixed.unpack_from(view, FIXED_AT)
+    identity, number, entries, files, folders, file_bytes, chunks, digest, *_ = fields
     return SnapshotHeader(
         identity=UUID(bytes=identity),
         dataset=dataset,
-        version=version,
+        version=number,
         entries=entries,
         files=files,
         folders=folders,
@@ -301,42 +261,17 @@ def content_mark(front: "ReadableBuffer") -> bytes:
     """A mark that is equal for snapshots that differ only in their version: the header's counts and
     the sections' checksums."""
     view = memoryview(front)
-    counts_end = _FIXED.size + len(SnapshotColumns._fields) * _SECTION.size
-    return bytes(view[40:80]) + bytes(view[_FIXED.size : counts_end])
-
-
-def _newer(what: str) -> FormatError:
-    return NewerVersionError(
-        f"a snapshot with {what}", advice="it needs a newer version of DIESEL-FS"
-    )
-
-
-def _truncated(length: int, expected: int) -> FormatError:
-    return TruncatedError(
-        f"truncated snapshot: {length} of {expected} bytes", offset=length, advice=_ADVICE
-    )
+    return bytes(view[40:80]) + bytes(view[_FORMAT.table_at : _FORMAT.table_end])
 
 
 def _parse_sections(
     view: memoryview, header: SnapshotHeader
-) -> tuple[SnapshotColumns, list[tuple[int, int, int, int]]]:
-    """The columns, and each section's start, end, end of padding, and checksum."""
-    arrays = []
-    sections = []
-    at = HEADER_BYTES
-    for number, dtype in enumerate(DTYPES):
-        offset, length, checksum = _SECTION.unpack_from(view, _FIXED.size + number * _SECTION.size)
-        if offset != at or length % dtype.itemsize:
-            _corrupt(f"section {SnapshotColumns._fields[number]} is out of place", at)
-        end = at + -(-length // ALIGNMENT) * ALIGNMENT
-        sections.append((at, at + length, end, checksum))
-        if end <= len(view):
-            arrays.append(np.ndarray((length // dtype.itemsize,), dtype, view, at))
-        at = end
-    if at > len(view):
-        raise _truncated(len(view), at)
-    if at < len(view):
-        _corrupt(f"{len(view) - at} bytes behind its end", at)
+) -> tuple[SnapshotColumns, list[Bounds]]:
+    bounds = _FORMAT.bounds(view)
+    arrays = [
+        np.ndarray(((each.behind - each.start) // dtype.itemsize,), dtype, view, each.start)
+        for each, dtype in zip(bounds, DTYPES, strict=True)
+    ]
     columns = SnapshotColumns(*arrays)
     n, c = header.entries, header.chunks
     lengths = [n, n + 1, n, n, n, n, n, n, n, n - 1, n - 1]
@@ -347,7 +282,7 @@ def _parse_sections(
         or (len(columns.chunk_id), len(columns.chunk_bytes)) != (16 * c, c)
     ):
         _corrupt("its sections do not have the lengths that its header says", 0)
-    return columns, sections
+    return columns, bounds
 
 
 def words(names: Bytes) -> U8:

@@ -76,7 +76,7 @@ def _words(ids: "bytes | memoryview") -> Hashes:
 
 
 def digest_of_rows(rows: Rows, path: Hashes) -> layout.RowsDigest:
-    """Of rows that are no tombstones (others count for nothing). `path` has the hash of each row's
+    """The digest of rows; tombstones count for nothing. `path` has the hash of each row's
     path."""
     total = layout.NO_ROWS
     ids = _words(b"".join(rows.chunks))
@@ -109,8 +109,8 @@ def digest_of_rows(rows: Rows, path: Hashes) -> layout.RowsDigest:
 def digest_of_entries(
     columns: layout.SnapshotColumns, at: _Indices, path: Hashes
 ) -> layout.RowsDigest:
-    """Of entries of a snapshot, implicit folders not counted. `at` are indices of entries, or n + j
-    for the j-th shadowed one; `path` has the hashes of their paths."""
+    """The digest of entries of a snapshot; implicit folders count for nothing. `at` are indices of
+    entries, or n + j for the j-th shadowed one; `path` has the hashes of their paths."""
     n = len(columns.flags)
     total = layout.NO_ROWS
     ids = _words(columns.chunk_id.tobytes())
@@ -136,7 +136,7 @@ def digest_of_entries(
 
 
 def digest_of_columns(columns: layout.SnapshotColumns) -> layout.RowsDigest:
-    """Of a whole snapshot: about half a second for a million entries."""
+    """The digest of a whole snapshot, in about half a second for a million entries."""
     hashes = np.zeros(len(columns.flags), np.uint64)
     for first, last, names in _blocks_of_names(columns):
         seeds = hashes[columns.parent[first:last]].tolist()
@@ -151,8 +151,8 @@ def digest_of_columns(columns: layout.SnapshotColumns) -> layout.RowsDigest:
 def _blocks_of_names(
     columns: layout.SnapshotColumns,
 ) -> Iterator[tuple[int, int, Sequence[bytes]]]:
-    """The entries but the root, in runs whose folders lie before the run: first entry, end, and
-    their names."""
+    """The entries but the root, in runs: first entry, end, and their names. The folders of a run
+    lie before it."""
     n, first = len(columns.flags), 1
     while first < n:
         last = min(first + _BLOCK, n)
