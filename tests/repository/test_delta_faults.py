@@ -391,23 +391,17 @@ def test_a_damaged_chain_is_healed_by_a_put_that_reads_it_and_by_recover(
 
 
 class AbsenceOfDeltas(Absence):
-    def __init__(self) -> None:
-        self.patch = always_deltas()
-        super().__init__()
+    """The fixture `only_deltas` holds for the whole run."""
 
     def teardown(self) -> None:
         super().teardown()
-        self.patch.undo()
+        assert chains._SNAPSHOT_BYTES_MIN == 0
 
 
 class PurgesOfDeltas(PurgeModel):
-    def __init__(self) -> None:
-        self.patch = always_deltas()
-        super().__init__()
-
     def teardown(self) -> None:
         super().teardown()
-        self.patch.undo()
+        assert chains._SNAPSHOT_BYTES_MIN == 0
 
 
 AbsenceOfDeltas.TestCase.settings = Absence.TestCase.settings

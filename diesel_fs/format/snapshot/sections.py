@@ -132,8 +132,8 @@ class FileFormat:
         return bytes(view[start : self.header_bytes - _CHECKSUM.size])
 
     def bounds(self, view: memoryview) -> list[Bounds]:
-        """The sections' offsets. Each section has whole items. Raises a leaf of FormatError. Does not
-        compare checksums (`check_sums`)."""
+        """The sections' offsets. Each section has whole items. Raises a leaf of FormatError. The
+        checksums are not compared (`check_sums`)."""
         bounds, at = list[Bounds](), self.header_bytes
         for number, dtype in enumerate(self.dtypes):
             offset, length, checksum = _ROW.unpack_from(view, self.table_at + number * _ROW.size)
